@@ -1,0 +1,304 @@
+"""Reading and writing Hugging Face model directories, one tensor at a time.
+
+`HFReader` is a lazy mapping from tensor names to tensors over one or many safetensors files, which
+are memory-mapped: a 70B checkpoint is readable on a small machine. `write_hf_directory` takes an
+iterator and never holds more than one output shard. Both are strict, because a checkpoint that
+lost a tensor still loads in many places and only scores badly.
+
+Names and values are passed through as they are. What a tensor means, whether the set is complete,
+and any change of dtype or layout is the caller's business. Pickled weights are not read.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpoints_tools.atomic import new_directory
+
+logger = logging.getLogger(__name__)
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# Everything besides config and weights that makes a model directory self-contained.
+ASSET_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class HFReader(Mapping[str, Tensor]):
+    """The tensors of a Hugging Face model directory, read when asked for.
+
+    Iterates in file order. Tensors are views of the memory-mapped file: read-only by convention.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Read the headers of all weight files.
+
+        Args:
+            path: Directory with `config.json` and `model.safetensors` or a sharded set with its
+                index.
+
+        Raises:
+            ValueError: There is no such directory, it has no safetensors weights, a file is
+                missing or damaged, or index and files disagree.
+        """
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path} is not a directory with a Hugging Face model.")
+        index = self.path / _INDEX
+        weight_map = _weight_map(index) if index.is_file() else None
+        if weight_map is None:
+            if not (self.path / _SINGLE).is_file():
+                raise ValueError(_no_weights(self.path))
+            names = [_SINGLE]
+        else:
+            names = sorted(set(weight_map.values()))
+            if _SINGLE not in names and (self.path / _SINGLE).is_file():
+                raise ValueError(
+                    f"{self.path} has both {_SINGLE} and {_INDEX}; remove the one that is stale."
+                )
+            missing = [name for name in names if not (self.path / name).is_file()]
+            if missing:
+                raise ValueError(
+                    f"{index} lists {missing[0]}, which is missing ({len(missing)} of "
+                    f"{len(names)} shards are); download the checkpoint again."
+                )
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            self._read_header(self.path / name)
+        for tensor, name in (weight_map or {}).items():
+            if self._file_of.get(tensor) != self.path / name:
+                raise ValueError(f"{index} places {tensor} in {name}, which does not have it.")
+
+    def _read_header(self, file: Path) -> None:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{file} is damaged or was not written to its end ({error}); download it again."
+            ) from error
+        for key in shapes:
+            if key in self._file_of:
+                raise ValueError(
+                    f"{key} is in two shards, {self._file_of[key].name} and {file.name}."
+                )
+        self._file_of |= dict.fromkeys(shapes, file)
+        self._shapes |= shapes
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor, as stored.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+        """
+        if name not in self._file_of:
+            raise KeyError(f"{self.path} has no tensor {name}")
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of that name, without reading it."""
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the tensor names."""
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+        """
+        return self._shapes[name]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Content of `config.json`.
+
+        Raises:
+            ValueError: The file is missing or not a JSON object.
+        """
+        return read_json(self.path / "config.json")
+
+    @property
+    def generation_config(self) -> dict[str, Any] | None:
+        """Content of `generation_config.json`, None when there is none."""
+        file = self.path / "generation_config.json"
+        return read_json(file) if file.is_file() else None
+
+
+def write_hf_directory(
+    path: Path | str,
+    *,
+    hf_config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    assets_from: Path | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> None:
+    """Write a model directory that appears whole or not at all.
+
+    Args:
+        path: Directory to make.
+        hf_config: Content of `config.json`, plain JSON values.
+        tensors: Names and tensors in any order, on any device. A tensor must not change after it
+            was handed out.
+        assets_from: Directory to copy tokenizer, chat template and generation config from.
+        max_shard_bytes: Largest size of a weight file, in bytes; one tensor may exceed it.
+        overwrite: Replace a non-empty directory.
+
+    Raises:
+        ValueError: `path` is taken, `assets_from` is no directory, there is no tensor, or a name
+            comes twice. Nothing is left at `path`.
+    """
+    if assets_from is not None and not Path(assets_from).is_dir():
+        raise ValueError(f"{assets_from} is not a directory to copy the tokenizer from.")
+    with new_directory(Path(path), overwrite=overwrite) as directory:
+        fill_hf_directory(
+            directory, hf_config=hf_config, tensors=tensors, max_shard_bytes=max_shard_bytes
+        )
+        if assets_from is not None:
+            copied = copy_assets(Path(assets_from), directory)
+            logger.info("copied %s from %s", ", ".join(copied) or "no assets", assets_from)
+
+
+def fill_hf_directory(
+    directory: Path,
+    *,
+    hf_config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write config and weights into an empty directory; not atomic, see `write_hf_directory`.
+
+    Raises:
+        ValueError: There is no tensor, or a name comes twice.
+    """
+    assert max_shard_bytes > 0
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    pending_bytes = total_bytes = 0
+    seen: set[str] = set()
+
+    def flush() -> None:
+        # The final names need the number of shards, and nothing shall load before the end.
+        file = directory / f"{len(shards)}.part"
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(pending, file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner can read; give back what the umask says.
+        file.chmod(mode)
+        shards.append(list(pending))
+        pending.clear()
+        storages.clear()
+
+    for name, given in tensors:
+        if name in seen:
+            raise ValueError(f"{name} was written twice: two sources claim the same tensor.")
+        seen.add(name)
+        tensor = given.detach().cpu().contiguous()
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        # The file format has no aliases, so a second view of one storage becomes a copy.
+        storage = tensor.untyped_storage().data_ptr()
+        pending[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    if not seen:
+        raise ValueError("There is no tensor to write.")
+    flush()
+
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = _SINGLE
+        if len(shards) > 1:
+            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"{number}.part").rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_json(directory / _INDEX, index)
+    write_json(directory / "config.json", hf_config)
+
+
+def copy_assets(source: Path, directory: Path) -> list[str]:
+    """Copy tokenizer, chat template and generation config.
+
+    Returns:
+        Names of the files that `source` had, in the order of `ASSET_NAMES`.
+    """
+    found = [name for name in ASSET_NAMES if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, directory / name)
+    return found
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: The file is missing or holds something else.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: the directory is not a complete model.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object, indented, keys sorted as transformers does."""
+    text = json.dumps(dict(content), indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map, so its shards are unknown.")
+    bad = [name for name in weight_map.values() if Path(str(name)).name != name]
+    if bad:
+        raise ValueError(f"{index} lists {bad[0]!r}, which is not a file name in its directory.")
+    return weight_map
+
+
+def _no_weights(path: Path) -> str:
+    pickled = sorted(file.name for file in path.glob("pytorch_model*.bin"))
+    if pickled:
+        return (
+            f"{path} has only {pickled[0]}: pickled weights are not read; save the model as "
+            "safetensors first."
+        )
+    return f"{path} has no weights: neither {_SINGLE} nor {_INDEX} is there."

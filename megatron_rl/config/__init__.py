@@ -1,0 +1,51 @@
+"""The schema of a run: load, override, validate, dump. Imports no torch."""
+
+from megatron_rl.config.load import (
+    ConfigError,
+    apply_overrides,
+    dump_config,
+    load_config,
+    read_yaml,
+    validate,
+)
+from megatron_rl.config.run import (
+    EvaluationConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from megatron_rl.config.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    DataSourceConfig,
+    KLConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "ConfigError",
+    "DataConfig",
+    "DataSourceConfig",
+    "EvaluationConfig",
+    "KLConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "PrecisionConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "apply_overrides",
+    "dump_config",
+    "load_config",
+    "read_yaml",
+    "validate",
+]

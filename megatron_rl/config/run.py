@@ -1,0 +1,161 @@
+"""The configuration of a run: the remaining sections, the whole, and the checks that span sections."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.sections import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+
+NEEDS_GROUPS = ("grpo", "dr_grpo", "rloo")
+
+
+class OptimizerConfig(ConfigSection):
+    """Adam with FP32 master weights (Megatron's distributed optimizer)."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule after the warm-up."""
+    lr_decay_steps: int | None = Field(default=None, gt=0)
+    """Optimizer steps until ``min_lr``; by default the whole run."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay (norms and biases are exempt)."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Adam's first-moment decay."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Adam's second-moment decay."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global gradient-norm limit; 0 turns clipping off."""
+
+
+class PolicyConfig(ConfigSection):
+    """The trained model on Megatron-core."""
+
+    tensor_model_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that split each layer (TP)."""
+    pipeline_model_parallel_size: int = Field(default=1, gt=0)
+    """Pipeline stages (PP)."""
+    micro_batch_tokens: int = Field(default=8192, gt=0)
+    """Most tokens in one forward/backward; a longer single prompt group still runs alone."""
+    share_prompt_prefix: bool = True
+    """Compute each prompt once for all responses of its group (exact; see docs/batching.md)."""
+    logprob_chunk_tokens: int = Field(default=512, gt=0)
+    """Tokens whose logits are alive at one time."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Megatron ``TransformerConfig`` options, by Megatron's own names."""
+
+
+class EvaluationConfig(ConfigSection):
+    """Held-out evaluation."""
+
+    interval_steps: int = Field(default=0, ge=0)
+    """Evaluate every so many steps; 0 evaluates at the start and the end only."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    greedy: bool = True
+    """Greedy accuracy."""
+    num_samples: int = Field(default=0, ge=0)
+    """Samples per prompt for mean@k at ``temperature``; 0 turns sampling off."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Temperature of the sampled evaluation."""
+
+
+class TrainerConfig(ConfigSection):
+    """Length of the run, checkpoints, resume."""
+
+    total_steps: int = Field(default=100, gt=0)
+    """Rollout-and-update steps."""
+    save_interval_steps: int = Field(default=0, ge=0)
+    """Checkpoint every so many steps; 0 saves at the end only."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Complete checkpoints kept; older ones are deleted after a newer one is complete."""
+    resume_mode: Literal["auto", "disable", "path"] = "auto"
+    """``auto`` continues from the newest complete checkpoint of the run directory."""
+    resume_path: str | None = None
+    """Checkpoint directory for ``resume_mode=path``."""
+    save_final_checkpoint: bool = True
+    """Save a resumable checkpoint after the last step."""
+    export_hf: bool = True
+    """Write the final policy as a Hugging Face directory."""
+
+
+class LoggingConfig(ConfigSection):
+    """Where metrics go besides ``metrics.jsonl`` and the console."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run directory."""
+    wandb: bool = False
+    """Log to Weights & Biases."""
+    wandb_project: str = "megatron-rl"
+    """W&B project."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """W&B mode; ``offline`` needs no network."""
+    rollout_samples: int = Field(default=8, ge=0)
+    """Sample rollouts written per step for the report."""
+    report: bool = True
+    """Build ``report.html`` and its plots at the end."""
+
+
+class RunConfig(ConfigSection):
+    """A run of ``megatron-rl train``: everything that decides what it computes."""
+
+    name: str = "run"
+    """Name of the run; the run directory is ``output_dir/name``."""
+    output_dir: str = "runs"
+    """Parent of run directories."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, sampling and initialisation."""
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    policy: PolicyConfig = PolicyConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> "RunConfig":
+        if self.algorithm.advantage_estimator in NEEDS_GROUPS and self.rollout.n < 2:
+            raise ValueError(
+                f"rollout.n={self.rollout.n} gives groups of one, whose advantage is always zero with "
+                f"algorithm.advantage_estimator={self.algorithm.advantage_estimator}; set rollout.n to "
+                "2 or more (8 is usual), or use advantage_estimator=reinforce_baseline"
+            )
+        mini = self.algorithm.mini_batch_size_prompts
+        if mini is not None and self.data.train_batch_size % mini:
+            raise ValueError(
+                f"algorithm.mini_batch_size_prompts={mini} does not divide data.train_batch_size="
+                f"{self.data.train_batch_size}; choose a divisor"
+            )
+        if self.trainer.resume_mode == "path" and not self.trainer.resume_path:
+            raise ValueError("trainer.resume_mode=path needs trainer.resume_path; set it")
+        return self
+
+    @property
+    def max_sequence_length_tokens(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.data.max_prompt_length_tokens + self.rollout.max_response_length_tokens
+
+    @property
+    def optimizer_steps_per_rollout(self) -> int:
+        """Optimizer steps that one rollout batch is used for."""
+        mini = self.algorithm.mini_batch_size_prompts or self.data.train_batch_size
+        return self.algorithm.num_epochs * (self.data.train_batch_size // mini)

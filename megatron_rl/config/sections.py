@@ -1,0 +1,157 @@
+"""Sections of a run that describe its parts: model, precision, data, reward, rollout, algorithm.
+
+Units stand in the names (``_tokens``, ``_s``, ``_bytes``); a name without a unit is a count or a ratio.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.base import ConfigSection
+
+AggregationMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+class ModelConfig(ConfigSection):
+    """The policy that training starts from."""
+
+    path: str
+    """A Hugging Face directory, or the name of a bundled model (``smollm2-135m-instruct``)."""
+
+
+class PrecisionConfig(ConfigSection):
+    """The precision flow, which sets the dtypes of training, rollout and weight sync together."""
+
+    flow: str = "bf16"
+    """Name of the flow: ``bf16`` (default) or ``fp32``."""
+
+
+class DataSourceConfig(ConfigSection):
+    """One set of prompts: a file of rows, or a generated ``reasoning-gym`` task."""
+
+    name: str
+    """``data_source`` of the rows; metric keys carry it (``val-core/<name>/...``)."""
+    kind: Literal["file", "reasoning_gym"]
+    """``file``: JSONL or parquet rows. ``reasoning_gym``: a procedurally generated task."""
+    path: str | None = None
+    """``file``: path of a ``.jsonl`` or ``.parquet`` file."""
+    task: str | None = None
+    """``reasoning_gym``: name of the task, such as ``chain_sum``."""
+    task_config: dict[str, Any] = Field(default_factory=dict)
+    """``reasoning_gym``: the task's own options, passed on unchanged."""
+    size: int = Field(default=1024, gt=0)
+    """``reasoning_gym``: number of rows to generate. ``file``: at most this many rows are read."""
+    seed: int = 0
+    """``reasoning_gym``: seed of the generator. Train and held-out sets need different seeds."""
+    prompt_template: str | None = None
+    """Python format string over ``question``, ``answer``, ``metadata`` and ``shots`` that makes the prompt
+    text; by default the question itself."""
+    num_shots: int = Field(default=0, ge=0)
+    """Solved examples placed before the question, made by ``shot_template`` and joined into ``shots``."""
+    shot_template: str = "{question} {answer}\n"
+    """Python format string of one solved example."""
+    use_chat_template: bool = False
+    """Wrap a string prompt as one user message in the model's chat template. Message lists always are."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> "DataSourceConfig":
+        needed = {"file": "path", "reasoning_gym": "task"}[self.kind]
+        if not getattr(self, needed):
+            raise ValueError(f"a data source of kind {self.kind!r} needs `{needed}`; set it")
+        return self
+
+
+class DataConfig(ConfigSection):
+    """Prompts for training and for evaluation."""
+
+    train: tuple[DataSourceConfig, ...] = Field(min_length=1)
+    """Training prompts; several sources are concatenated, then shuffled."""
+    val: tuple[DataSourceConfig, ...] = ()
+    """Held-out prompts for evaluation."""
+    train_batch_size: int = Field(default=16, gt=0)
+    """Prompts per step (each is sampled ``rollout.n`` times)."""
+    max_prompt_length_tokens: int = Field(default=512, gt=0)
+    """Longest prompt accepted."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a longer prompt: stop with its row named, or drop it and say how many were."""
+    shuffle: bool = True
+    """Shuffle the training prompts anew every epoch (seeded)."""
+
+
+class RewardConfig(ConfigSection):
+    """How a response becomes a number."""
+
+    function: str = "auto"
+    """``auto`` picks the verifier by the row; else a built-in (``exact_match``, ``math``,
+    ``reasoning_gym``) or ``path/to/file.py:compute_score``."""
+    extract: Literal["none", "first_line", "first_number", "last_number", "boxed", "answer_tag"] = (
+        "none"
+    )
+    """What of the response the verifier sees."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Time limit of one scoring call; a call over it counts as a reward failure."""
+    failure_score: float = 0.0
+    """Score of a response whose scoring failed."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes that score user functions, whose calls may hang or crash."""
+
+
+class RolloutConfig(ConfigSection):
+    """Sampling of responses by vLLM."""
+
+    n: int = Field(default=8, gt=0)
+    """Samples per prompt (the group of GRPO)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the policy's log-probs are taken at the same one."""
+    max_response_length_tokens: int = Field(default=256, gt=0)
+    """Longest response; a response cut there is flagged as truncated."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, each of which must be a single token of the tokenizer. The model's own
+    EOS tokens always end one."""
+    ignore_eos: bool = False
+    """Keep sampling past EOS (benchmarks)."""
+    max_num_seqs: int = Field(default=256, gt=0)
+    """Most sequences that the engine decodes together."""
+    kv_cache_gib: int = Field(default=1, gt=0)
+    """Memory for the KV cache of one CPU engine, in GiB."""
+    seed_mode: Literal["per_request", "none"] = "per_request"
+    """``per_request``: a run repeats (seeded by run seed, step, prompt, sample)."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """Time limit of one rollout."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """vLLM engine arguments, by vLLM's own names."""
+
+
+class KLConfig(ConfigSection):
+    """KL penalty to the frozen starting policy."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL term in the loss; 0 keeps no reference policy in memory."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator (Schulman, 2020)."""
+
+
+class AlgorithmConfig(ConfigSection):
+    """The policy-gradient estimator and its loss."""
+
+    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"] = "grpo"
+    """How rewards of a group become advantages."""
+    clip_ratio_low: float = Field(default=0.2, ge=0)
+    """Lower clip range of the surrogate: ratio >= 1 - this."""
+    clip_ratio_high: float = Field(default=0.2, ge=0)
+    """Upper clip range of the surrogate: ratio <= 1 + this."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Dual-clip constant for negative advantages (arXiv 1912.09729); off by default."""
+    loss_aggregation: AggregationMode = "token-mean"
+    """How per-token losses are averaged over a mini-batch."""
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    kl: KLConfig = KLConfig()
+    num_epochs: int = Field(default=1, gt=0)
+    """Passes over each rollout batch."""
+    mini_batch_size_prompts: int | None = Field(default=None, gt=0)
+    """Prompts per optimizer step; by default all prompts of the rollout batch (fully on-policy)."""
+    mask_truncated: bool = False
+    """Leave truncated responses out of the loss (they still count in the group's statistics)."""

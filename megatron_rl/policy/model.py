@@ -1,0 +1,181 @@
+"""The policy's model: Megatron's GPTModel, described by a ModelSpec and a precision flow.
+
+Adds to GPTModel what RL needs and pre-training does not: packed prompt groups with explicit positions, and a
+head that returns log-probs and entropies of chosen tokens without ever holding all logits.
+"""
+
+import dataclasses
+import difflib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.config import PolicyConfig
+from megatron_rl.models import ModelSpec
+from megatron_rl.policy.attention import GroupAttention, PackedGroupParams
+from megatron_rl.policy.logprobs import VocabShard, token_logprobs, vocab_shard
+from megatron_rl.policy.norm import RMSNorm
+from megatron_rl.policy.packing import PackedGroups
+from megatron_rl.policy.rotary import inverse_frequencies
+from megatron_rl.precision import PrecisionFlow, megatron_precision
+
+VOCAB_DIVISOR = 1
+"""The vocabulary is padded to a multiple of this times TP: no further than sharding needs."""
+
+
+def transformer_config(
+    spec: ModelSpec, flow: PrecisionFlow, config: PolicyConfig
+) -> TransformerConfig:
+    """Megatron's configuration of the model.
+
+    Raises:
+        ValueError: ``policy.megatron`` names an unknown option, or one that the model or the flow decides.
+    """
+    pp = config.pipeline_model_parallel_size
+    derived: dict[str, Any] = dict(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.num_query_groups,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        layernorm_epsilon=spec.norm_epsilon,
+        normalization="RMSNorm",
+        qk_layernorm=spec.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=megatron_precision(flow)["params_dtype"] if pp > 1 else None,
+        variable_seq_lengths=pp > 1,
+        # The loss arrives normalised over the global mini-batch; Megatron must only sum.
+        calculate_per_token_loss=True,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **megatron_precision(flow),
+    )
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in config.megatron:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "see Megatron's TransformerConfig"
+            raise ValueError(f"policy.megatron.{name} is no option of TransformerConfig; {hint}")
+        if name in derived:
+            raise ValueError(
+                f"policy.megatron.{name} follows from the model, the precision flow or another policy "
+                "option and cannot be set here; remove it"
+            )
+    return TransformerConfig(**derived, **config.megatron)
+
+
+def block_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, as module specs."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = GroupAttention
+    if spec.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel over packed prompt groups, with a log-prob head."""
+
+    def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
+        divisor = VOCAB_DIVISOR * config.tensor_model_parallel_size
+        super().__init__(
+            config,
+            block_spec(spec, config),
+            vocab_size=-(-spec.vocab_size // divisor) * divisor,
+            max_sequence_length=spec.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=spec.tie_word_embeddings,
+            position_embedding_type="rope",
+        )
+        self.spec = spec
+        self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        packed: PackedGroups,
+        temperature: float = 1.0,
+        chunk_tokens: int = 512,
+        with_entropy: bool = True,
+        return_logits: bool = False,
+    ) -> Any:
+        """One micro-batch.
+
+        Args:
+            input_ids: ``[1, T]`` int64.
+            position_ids: ``[1, T]`` int64.
+            packed: The micro-batch that the ids belong to.
+            temperature: Divides the logits.
+            chunk_tokens: Rows of logits alive at one time.
+            with_entropy: Compute entropies.
+            return_logits: Return all logits of the stream instead (tests and verification).
+
+        Returns:
+            On the last stage log-probs ``[R]`` and entropies ``[R]`` in float32, or logits ``[T, V]``; on
+            others the hidden states ``[T, 1, H]``.
+        """
+        hidden = self.embedding(input_ids, position_ids) if self.pre_process else None
+        angles = position_ids[0].float()[:, None] * self.inverse_frequencies.to(position_ids.device)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat((angles, angles), dim=-1)[:, None, None, :],
+            packed_seq_params=PackedGroupParams(spans=packed.spans),
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        weight, shard = self.head()
+        hidden = hidden.squeeze(1)
+        if return_logits:
+            assert shard.group is None, "logits of a vocabulary shard"
+            return F.linear(hidden, weight[: shard.num_valid])
+        return token_logprobs(
+            hidden[packed.predict_index],
+            weight,
+            packed.target_ids,
+            shard=shard,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+    def head(self) -> tuple[torch.Tensor, VocabShard]:
+        """The output weight of this rank (padding included) and its place in the vocabulary."""
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        group = parallel_state.get_tensor_model_parallel_group()
+        return weight, vocab_shard(self.spec.vocab_size, weight.shape[0], group)

@@ -1,0 +1,88 @@
+"""Optimizer and learning-rate schedule: Megatron's distributed optimizer over FP32 master weights.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config import OptimizerConfig
+from megatron_rl.precision import PrecisionFlow, megatron_precision
+
+logger = logging.getLogger(__name__)
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: OptimizerConfig, flow: PrecisionFlow
+) -> Any:
+    """Adam over the model's chunks, sharded over data-parallel ranks."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.epsilon,
+            clip_grad=config.clip_grad,
+            use_distributed_optimizer=True,
+            **megatron_precision(flow),
+        ),
+        chunks,
+    )
+    for inner in torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            # torch's single-pass Adam: the same update, one sweep over memory instead of a dozen.
+            group["fused"], group["foreach"] = True, False
+    return optimizer
+
+
+def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside Megatron's."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Creates zero moments, so that a checkpoint can be loaded into an optimizer that never stepped."""
+    for inner in torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(
+                        step=torch.zeros((), dtype=torch.float32),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+
+
+def build_scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Any:
+    """Linear warm-up, then constant, linear or cosine decay, in optimizer steps.
+
+    Raises:
+        ValueError: The warm-up is as long as the decay.
+    """
+    decay_steps = config.lr_decay_steps or total_steps
+    if config.lr_warmup_steps >= decay_steps:
+        raise ValueError(
+            f"policy.optimizer.lr_warmup_steps={config.lr_warmup_steps} leaves no step after the "
+            f"warm-up, of {decay_steps} in all; shorten it"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

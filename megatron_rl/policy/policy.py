@@ -1,0 +1,202 @@
+"""The policy: a Megatron model with its optimizer, behind the few calls that the trainer makes."""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.transformer.module import Float16Module
+
+from megatron_rl.config import PolicyConfig
+from megatron_rl.models import ModelSpec, ParameterMap, parameter_map
+from megatron_rl.platforms import current_platform
+from megatron_rl.policy.execution import ExecutionOptions, Objective, TokenValues, run_groups
+from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_config
+from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
+from megatron_rl.policy.packing import PromptGroup
+from megatron_rl.policy.parallel import ParallelLayout
+from megatron_rl.policy.weights import export_hf_weights, load_hf_weights
+from megatron_rl.precision import PrecisionFlow
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is NaN or Inf."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateResult:
+    """What one optimizer step did."""
+
+    values: TokenValues
+    """Log-probs and entropies before the step, and the loss."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of the step."""
+
+
+class FrozenPolicy:
+    """A policy that only scores: the reference of the KL term, or an evaluation of a checkpoint."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        flow: PrecisionFlow,
+        config: PolicyConfig,
+        layout: ParallelLayout,
+    ) -> None:
+        """Builds the model; :meth:`load` must fill it before use."""
+        self.spec = spec
+        self.flow = flow
+        self.config = config
+        self.layout = layout
+        self.parameters: ParameterMap = parameter_map(
+            spec, make_vocab_size_divisible_by=VOCAB_DIVISOR
+        )
+        self.parameters.check_tp(layout.tp_size)
+        self.megatron_config = transformer_config(spec, flow, config)
+        self.model = PolicyModel(spec, self.megatron_config).to(current_platform().device)
+        half = self.megatron_config.bf16 or self.megatron_config.fp16
+        self.wrapped: torch.nn.Module = (
+            Float16Module(self.megatron_config, self.model) if half else self.model
+        )
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
+    ) -> dict[str, torch.Tensor]:
+        """Fills the weights from Hugging Face tensors; see :func:`load_hf_weights`."""
+        return load_hf_weights(self.model, self.parameters, tensors, keys, self.layout)
+
+    def score(
+        self,
+        groups: Sequence[PromptGroup],
+        shape: tuple[int, int],
+        *,
+        temperature: float,
+        with_entropy: bool = False,
+    ) -> TokenValues:
+        """Log-probs (and entropies) of the groups' response tokens, without gradients."""
+        self.wrapped.eval()
+        with torch.no_grad():
+            return run_groups(
+                self._chunks(),
+                groups,
+                shape,
+                self.layout,
+                self._options(temperature, with_entropy),
+            )
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) pairs in layer order, sharing memory where the layout allows."""
+        return export_hf_weights(self.model, self.parameters, self.layout)
+
+    def _chunks(self) -> list[torch.nn.Module]:
+        return [self.wrapped]
+
+    def _options(self, temperature: float, with_entropy: bool) -> ExecutionOptions:
+        return ExecutionOptions(
+            micro_batch_tokens=self.config.micro_batch_tokens,
+            share_prefix=self.config.share_prompt_prefix,
+            chunk_tokens=self.config.logprob_chunk_tokens,
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+
+
+class Policy(FrozenPolicy):
+    """The trained policy: adds DDP, the distributed optimizer and the learning-rate schedule."""
+
+    optimizer: Any
+    scheduler: Any
+    ddp: DistributedDataParallel
+
+    def load(
+        self, tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
+    ) -> dict[str, torch.Tensor]:
+        """Fills the weights; the optimizer must not exist yet, since it copies them."""
+        assert not hasattr(self, "optimizer"), "load weights before make_trainable"
+        return super().load(tensors, keys)
+
+    def make_trainable(
+        self, total_optimizer_steps: int, unrounded: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Wraps the loaded model for training.
+
+        Args:
+            total_optimizer_steps: Length of the run, for the schedule.
+            unrounded: What :meth:`load` returned: master weights finer than the parameters.
+        """
+        self.ddp = DistributedDataParallel(
+            self.megatron_config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=self.flow.gradient_reduction == "float32",
+                use_distributed_optimizer=True,
+            ),
+            self.wrapped,
+        )
+        self.optimizer = build_optimizer([self.ddp], self.config.optimizer, self.flow)
+        if unrounded:
+            self.optimizer.reload_model_params(state_dict=dict(unrounded))
+        self.scheduler = build_scheduler(
+            self.optimizer, self.config.optimizer, total_optimizer_steps
+        )
+        self.megatron_config.finalize_model_grads_func = _sum_gradients
+        self.megatron_config.grad_scale_func = self.optimizer.scale_loss
+
+    def update(
+        self,
+        groups: Sequence[PromptGroup],
+        shape: tuple[int, int],
+        objective: Objective,
+        *,
+        temperature: float,
+        with_entropy: bool = True,
+    ) -> UpdateResult:
+        """One optimizer step on the objective.
+
+        Raises:
+            NonFiniteError: The loss or gradient norm is NaN or Inf. After a bad loss the weights are as
+                before; after a bad norm they are not to be used.
+        """
+        self.wrapped.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        values = run_groups(
+            self._chunks(),
+            groups,
+            shape,
+            self.layout,
+            self._options(temperature, with_entropy),
+            objective,
+        )
+        if not math.isfinite(values.loss):
+            raise NonFiniteError(f"the loss is {values.loss}")
+        lr = self.current_lr
+        success, grad_norm, _ = self.optimizer.step()
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(f"the gradient norm is {grad_norm}")
+        assert success, "without a loss scale every step succeeds"
+        self.scheduler.step(increment=1)
+        return UpdateResult(values=values, grad_norm=float(grad_norm), lr=lr)
+
+    @property
+    def current_lr(self) -> float:
+        """Learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _chunks(self) -> list[torch.nn.Module]:
+        return [self.ddp]
+
+
+def _sum_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Reduces gradients as sums: the objective is already normalised, so tokens are not counted."""
+    finalize_model_grads(chunks, None, **kwargs)

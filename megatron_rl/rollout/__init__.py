@@ -1,0 +1,6 @@
+"""The rollout side: the engine contract, and vLLM behind it (imported only when an engine is built)."""
+
+from megatron_rl.rollout.seeds import derive_seed, preserve_host_rng
+from megatron_rl.rollout.types import Completion, Engine, Sampling
+
+__all__ = ["Completion", "Engine", "Sampling", "derive_seed", "preserve_host_rng"]

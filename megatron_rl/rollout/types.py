@@ -1,0 +1,95 @@
+"""The contract between the trainer and whatever samples for it.
+
+Token in, token out: prompts arrive as token ids and leave as token ids with the log-prob of each sampled token
+under the distribution it was sampled from (temperature applied). Nothing is decoded and encoded again.
+"""
+
+import abc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are sampled. The sampled distribution is the trained one: no top-p, top-k or penalties."""
+
+    n: int = 1
+    """Samples per prompt."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    max_tokens: int = 256
+    """Longest response, in tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response besides the model's EOS tokens."""
+    ignore_eos: bool = False
+    """Keep sampling past EOS."""
+    seed: int | None = None
+    """Seed of this call. The seed of a sample follows from it, the prompt's index and the sample's index, so a
+    call repeats itself whatever the batch. None: unseeded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled response."""
+
+    prompt_index: int
+    """Index of its prompt in the call."""
+    sample_index: int
+    """Index among the samples of its prompt."""
+    token_ids: tuple[int, ...]
+    """Sampled tokens, the stop token included."""
+    logprobs: tuple[float, ...]
+    """Log-prob of each token under the sampled distribution."""
+    finish_reason: Literal["stop", "length"]
+    """``stop``: a stop token was sampled. ``length``: cut at ``max_tokens``."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut."""
+        return self.finish_reason == "length"
+
+
+class Engine(abc.ABC):
+    """A rollout engine: generates, and takes new weights."""
+
+    @abc.abstractmethod
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Completion]:
+        """Samples ``sampling.n`` responses to each prompt, ordered by prompt, then sample.
+
+        Raises:
+            ValueError: A prompt is empty or leaves no room for a response.
+            RuntimeError: The last weight update failed, so the engine holds no known policy.
+        """
+
+    @abc.abstractmethod
+    def update_weights(
+        self, stream: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """Replaces all weights by a complete stream of (Hugging Face name, tensor), in layer order.
+
+        After it returns, ``generate`` samples the new policy and ``version`` is in force. A stream that is
+        incomplete, names an unknown or repeated tensor, or holds a non-finite value raises, and the engine
+        refuses to generate until a complete update succeeds.
+
+        Raises:
+            ValueError: The stream is wrong; the message names the tensor.
+        """
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> int:
+        """Version of the weights in force; -1 for those the engine was started with."""
+
+    def sleep(self) -> None:
+        """Releases memory for the trainer, where the engine can."""
+
+    def wake(self) -> None:
+        """Takes the memory back before generating."""
+
+    def close(self) -> None:
+        """Frees the engine."""
