@@ -165,7 +165,7 @@ def _tensors(
     spec = mapping.spec
     names = gguf.get_tensor_name_map(_GGUF_ARCHITECTURES[architecture], spec.num_layers)
     gguf_names = {
-        hf_name: names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        hf_name: names.get_name(hf_name, try_suffixes=(".weight", ".bias")) or ""
         for hf_name in mapping.hf_shapes
     }
     missing = [hf for hf, name in gguf_names.items() if name not in packed]
@@ -206,7 +206,8 @@ def rotary_pairs_to_halves(weight: Tensor, num_heads: int) -> Tensor:
     Returns:
         The same rows, each head's even rows before its odd ones.
     """
-    return weight.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
 def _manifest(gguf_path: Path, dtype: torch.dtype) -> dict[str, Any]:

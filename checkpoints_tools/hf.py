@@ -114,7 +114,8 @@ class HFReader(Mapping[str, Tensor]):
         if name not in self._file_of:
             raise KeyError(f"{self.path} has no tensor {name}")
         with safe_open(self._file_of[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of that name, without reading it."""
@@ -236,7 +237,7 @@ def fill_hf_directory(
         raise ValueError("There is no tensor to write.")
     flush()
 
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = _SINGLE
         if len(shards) > 1:

@@ -34,11 +34,11 @@ def write_tiny_model(
     family: str = "llama",
     *,
     num_layers: int = 2,
-    hidden_size: int = 64,
+    hidden_size: int = 128,
     num_attention_heads: int = 4,
     num_query_groups: int = 2,
     head_dim: int | None = None,
-    ffn_hidden_size: int = 128,
+    ffn_hidden_size: int = 192,
     vocab_size: int = BYTE_VOCAB_SIZE,
     max_position_embeddings: int = 1024,
     tie_word_embeddings: bool = False,
@@ -57,7 +57,8 @@ def write_tiny_model(
         hidden_size: Width of the residual stream.
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads.
-        head_dim: Width of a head; hidden_size / num_attention_heads when None.
+        head_dim: Width of a head; hidden_size / num_attention_heads when None. vLLM's CPU
+            attention needs 32 or more, and its Qwen2 takes only this default.
         ffn_hidden_size: Width of the feed-forward layer.
         vocab_size: Rows of the embedding; with the byte tokenizer at least `BYTE_VOCAB_SIZE`, and
             further ids are named `<|extra_N|>`.
@@ -87,7 +88,7 @@ def write_tiny_model(
         "hidden_size": hidden_size,
         "num_attention_heads": num_attention_heads,
         "num_key_value_heads": num_query_groups,
-        "head_dim": head_dim if head_dim is not None else hidden_size // num_attention_heads,
+        "head_dim": head_dim or hidden_size // num_attention_heads,
         "intermediate_size": ffn_hidden_size,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position_embeddings,

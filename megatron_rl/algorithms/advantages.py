@@ -177,9 +177,7 @@ class _Groups:
             index_B=index_B,
             order_B=order_B,
             counts_G=counts_G,
-            has_spread_G=empty_G.scatter_reduce(
-                0, index_B, rewards_B, "amax", include_self=False
-            )
+            has_spread_G=empty_G.scatter_reduce(0, index_B, rewards_B, "amax", include_self=False)
             > empty_G.scatter_reduce(0, index_B, rewards_B, "amin", include_self=False),
         )
 

@@ -142,9 +142,7 @@ def aggregate(
         ValueError: as `token_weights`; a shape that differs from the mask's.
     """
     mask_BS = response_mask(mask, values=values)
-    tokens, sequences = (
-        batch_totals(mask_BS) if denominator is None else (denominator, denominator)
-    )
+    tokens, sequences = batch_totals(mask_BS) if denominator is None else (denominator, denominator)
     weights_BS = token_weights(
         mask_BS, mode, total_tokens=tokens, total_sequences=sequences, norm_length=norm_length
     )

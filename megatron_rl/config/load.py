@@ -1,8 +1,8 @@
 """Reads, overrides, validates and dumps a run's configuration.
 
 A wrong configuration ends in one :class:`ConfigError` that names the key, the value and the remedy,
-before anything heavy is imported. Deliberately does no interpolation and no includes: a recipe is one
-file that can be read from top to bottom.
+before anything heavy is imported. Deliberately does no interpolation and no includes: a recipe is
+one file that can be read from top to bottom.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""The configuration of a run: the remaining sections, the whole, and the checks that span sections."""
+"""The configuration of a run: further sections, the whole, and checks that span sections."""
 
 from typing import Any, Literal
 
@@ -135,9 +135,9 @@ class RunConfig(ConfigSection):
     def _check_across_sections(self) -> "RunConfig":
         if self.algorithm.advantage_estimator in NEEDS_GROUPS and self.rollout.n < 2:
             raise ValueError(
-                f"rollout.n={self.rollout.n} gives groups of one, whose advantage is always zero with "
-                f"algorithm.advantage_estimator={self.algorithm.advantage_estimator}; set rollout.n to "
-                "2 or more (8 is usual), or use advantage_estimator=reinforce_baseline"
+                f"rollout.n={self.rollout.n} gives groups of one, whose advantage is always zero "
+                f"with algorithm.advantage_estimator={self.algorithm.advantage_estimator}; set "
+                "rollout.n to 2 or more (8 is usual), or use advantage_estimator=reinforce_baseline"
             )
         mini = self.algorithm.mini_batch_size_prompts
         if mini is not None and self.data.train_batch_size % mini:

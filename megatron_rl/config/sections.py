@@ -1,6 +1,7 @@
 """Sections of a run that describe its parts: model, precision, data, reward, rollout, algorithm.
 
-Units stand in the names (``_tokens``, ``_s``, ``_bytes``); a name without a unit is a count or a ratio.
+Units stand in the names (``_tokens``, ``_s``, ``_bytes``); a name without a unit is a count or a
+ratio.
 """
 
 from typing import Any, Literal
@@ -46,14 +47,14 @@ class DataSourceConfig(ConfigSection):
     seed: int = 0
     """``reasoning_gym``: seed of the generator. Train and held-out sets need different seeds."""
     prompt_template: str | None = None
-    """Python format string over ``question``, ``answer``, ``metadata`` and ``shots`` that makes the prompt
-    text; by default the question itself."""
+    """Python format string over ``question``, ``answer``, ``metadata`` and ``shots`` that makes the
+    prompt text; by default the question itself."""
     num_shots: int = Field(default=0, ge=0)
-    """Solved examples placed before the question, made by ``shot_template`` and joined into ``shots``."""
+    """Solved examples before the question, made by ``shot_template`` and joined into ``shots``."""
     shot_template: str = "{question} {answer}\n"
     """Python format string of one solved example."""
     use_chat_template: bool = False
-    """Wrap a string prompt as one user message in the model's chat template. Message lists always are."""
+    """Wrap a string prompt as a user message in the chat template; message lists always are."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> "DataSourceConfig":
@@ -75,7 +76,7 @@ class DataConfig(ConfigSection):
     max_prompt_length_tokens: int = Field(default=512, gt=0)
     """Longest prompt accepted."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What to do with a longer prompt: stop with its row named, or drop it and say how many were."""
+    """What to do with a longer prompt: stop and name its row, or drop it and count."""
     shuffle: bool = True
     """Shuffle the training prompts anew every epoch (seeded)."""
 
@@ -108,8 +109,8 @@ class RolloutConfig(ConfigSection):
     max_response_length_tokens: int = Field(default=256, gt=0)
     """Longest response; a response cut there is flagged as truncated."""
     stop: tuple[str, ...] = ()
-    """Strings that end a response, each of which must be a single token of the tokenizer. The model's own
-    EOS tokens always end one."""
+    """Strings that end a response, each of which must be a single token of the tokenizer. The
+    model's own EOS tokens always end one."""
     ignore_eos: bool = False
     """Keep sampling past EOS (benchmarks)."""
     max_num_seqs: int = Field(default=256, gt=0)

@@ -140,17 +140,16 @@ class FusedQKV:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """See `Layout.join`. Parts are q, k, v; their rows are heads, or blocks of heads."""
-        groups = [part.unflatten(0, (self.num_query_groups, -1)) for part in parts]
+        groups = [part.reshape(self.num_query_groups, -1, *part.shape[1:]) for part in parts]
         q, k, v = (group.shape[1] for group in groups)
         assert q == k * self.q_per_group and k == v, "rows are not whole pieces of heads"
         return torch.cat(groups, dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> tuple[Tensor, ...]:
         """See `Layout.split`."""
-        heads = full.unflatten(0, (self.num_query_groups, self.q_per_group + 2, -1))
-        return tuple(
-            part.flatten(0, 2).contiguous() for part in heads.split([self.q_per_group, 1, 1], dim=1)
-        )
+        heads = full.reshape(self.num_query_groups, self.q_per_group + 2, -1, *full.shape[1:])
+        q, k, v = torch.split(heads, [self.q_per_group, 1, 1], dim=1)
+        return tuple(part.flatten(0, 2).contiguous() for part in (q, k, v))
 
     def shard(self, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
         """See `Layout.shard`."""

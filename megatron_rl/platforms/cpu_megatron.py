@@ -1,17 +1,18 @@
 """Lets megatron-core run on a machine without CUDA: the CPU adaptor.
 
-megatron-core computes nothing that a CPU cannot, but it *names* CUDA in many places: it allocates on
-``torch.cuda.current_device()``, asks for streams, and compares ``tensor.type()`` with
+megatron-core computes nothing that a CPU cannot, but it *names* CUDA in many places: it allocates
+on ``torch.cuda.current_device()``, asks for streams, and compares ``tensor.type()`` with
 ``"torch.cuda.FloatTensor"``. The adaptor answers those calls with the CPU.
 
 It does so without touching ``torch`` itself, because vLLM lives in the same process: each loaded
-``megatron.core`` module has its global name ``torch`` replaced by a proxy that differs from torch in the
-items of :data:`PATCHES` and in nothing else. Two ``Tensor`` methods cannot be reached that way; they are
-wrapped, and change their answer only for a caller inside ``megatron``. Outside megatron, ``torch`` behaves
-as before.
+``megatron.core`` module has its global name ``torch`` replaced by a proxy that differs from torch
+in the items of :data:`PATCHES` and in nothing else. Two ``Tensor`` methods cannot be reached that
+way; they are wrapped, and change their answer only for a caller inside ``megatron``. Outside
+megatron, ``torch`` behaves as before.
 
-The list is closed and belongs to one version of megatron-core, which :func:`install` checks. It is never
-installed where CUDA is available. It adds no numerics: gloo does the communication, torch the arithmetic.
+The list is closed and belongs to one version of megatron-core, which :func:`install` checks. It is
+never installed where CUDA is available. It adds no numerics: gloo does the communication, torch the
+arithmetic.
 """
 
 import functools
@@ -32,8 +33,8 @@ SUPPORTED_MEGATRON_CORE = "0.16.1"
 
 PATCHES = {
     "torch.<factory>(device=, pin_memory=)": "factories put 'cuda' tensors on the CPU, unpinned",
-    "torch.cuda": "device queries, streams, events, RNG and memory statistics of a single CPU device",
-    "Tensor.type": "reports 'torch.cuda.XTensor' to callers in megatron, which compare with it",
+    "torch.cuda": "device, streams, events, RNG and memory statistics of a single CPU device",
+    "Tensor.type": "reports 'torch.cuda.XTensor' to callers in megatron, which compare it",
     "Tensor.cuda": "returns the tensor itself to callers in megatron",
     "tensor_parallel.random.{_get,_set}_cuda_rng_state": "read and write the CPU generator",
     "DistributedOptimizer.{_get,_set}_main_param_and_optimizer_states": (
@@ -42,7 +43,23 @@ PATCHES = {
 }
 """Everything that the adaptor changes, and why. Each entry has a test."""
 
-FACTORIES = ["arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"]
+FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 
 _CPU = torch.device("cpu")
 
@@ -157,7 +174,7 @@ def _patch_rng_state() -> None:
 
 
 def _patch_optimizer_state() -> None:
-    """torch AdamW keeps ``step`` beside the moments; DistributedOptimizer would shard it."""
+    """Torch AdamW keeps ``step`` beside the moments; DistributedOptimizer would shard it."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     get_states = DistributedOptimizer._get_main_param_and_optimizer_states

@@ -1,7 +1,8 @@
 """Core attention over packed prompt groups, by torch's scaled-dot-product attention.
 
-Megatron's own ``DotProductAttention`` refuses packed input and materialises the scores; Transformer Engine's
-is CUDA only. This module serves the CPU, and any device for prompt groups, whose attention pattern is a
+Megatron's own ``DotProductAttention`` refuses packed input and materialises the scores; Transformer
+Engine's is CUDA only. This module serves the CPU, and any device for prompt groups, whose attention
+pattern is a
 tree: a response sees its prompt and itself, never its siblings.
 
 Legend: T stream tokens, N query heads, G key/value heads, D head dimension, L tokens of one group.
@@ -29,8 +30,8 @@ computes no score between siblings."""
 class PackedGroupParams(PackedSeqParams):
     """Carries the group spans through Megatron's layers to the core attention.
 
-    ``qkv_format`` is not ``thd``, so that Megatron keeps ``[T, 1, ...]`` shapes and applies the rotary
-    embedding it was given, position by position.
+    ``qkv_format`` is not ``thd``, so that Megatron keeps ``[T, 1, ...]`` shapes and applies the
+    rotary embedding it was given, position by position.
     """
 
     spans: tuple[GroupSpan, ...] = ()
@@ -148,5 +149,5 @@ def _tree_mask(prompt_length: int, response_lengths: tuple[int, ...]) -> torch.T
 
 @functools.lru_cache(maxsize=256)
 def _suffix_mask(prefix: int, length: int) -> torch.Tensor:
-    """``[length, prefix + length]`` bool: the whole prefix, and causal among the last ``length``."""
+    """``[length, prefix + length]`` bool: the whole prefix, and causal after it."""
     return torch.ones(length, prefix + length, dtype=torch.bool).tril(diagonal=prefix)

@@ -1,8 +1,9 @@
 """Runs micro-batches of packed prompt groups through the model, forward or forward and backward.
 
-One path for every parallel layout: Megatron's schedule function drives one rank or a pipeline, and the
-per-token results of all micro-batches, stages and data-parallel ranks end as ``[B, S]`` tensors that are the
-same on every rank. The loss is a callable handed in by the caller; this file knows no algorithm.
+One path for every parallel layout: Megatron's schedule function drives one rank or a pipeline, and
+the per-token results of all micro-batches, stages and data-parallel ranks end as ``[B, S]`` tensors
+that are the same on every rank. The loss is a callable handed in by the caller; this file knows no
+algorithm.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -131,7 +132,7 @@ class _Collector:
         self.loss += loss.detach().double().cpu()
 
     def reduced(self, layout: ParallelLayout, num_tokens: int) -> TokenValues:
-        """Completes the results over stages and data-parallel ranks: each token is in exactly one."""
+        """Completes the results over stages and DP ranks: each token is in exactly one."""
         ps = parallel_state
         for size, group in (
             (layout.pp_size, ps.get_pipeline_model_parallel_group),

@@ -1,20 +1,20 @@
-"""Log-probs and entropy of response tokens, straight from hidden states, a chunk of tokens at a time.
+"""Log-probs and entropy of response tokens from hidden states, a chunk of tokens at a time.
 
 For hidden state ``h``, vocabulary weight ``W`` and temperature ``tau``:
 
-    z = float32(h @ W^T) / tau        the product rounds to the flow's dtype, everything after is FP32
-    logprob(y) = z_y - logsumexp(z)
-    entropy    = logsumexp(z) - sum_v softmax(z)_v * z_v
+    z = float32(h @ W^T) / tau        the product rounds to the flow's dtype, everything after is
+    FP32 logprob(y) = z_y - logsumexp(z) entropy    = logsumexp(z) - sum_v softmax(z)_v * z_v
 
-The FP32 logits of a whole batch ``[T, V]`` would be its largest tensor by far (a vocabulary of 150,000 and
-8,192 tokens: 4.9 GB), and autograd would keep several. Here only ``chunk_tokens`` rows exist at a time, in
-forward and in backward, where they are computed again. Vocabulary-parallel: each TP rank holds ``V / tp``
-rows of ``W`` and one MAX and one SUM all-reduce per chunk complete the softmax. Rows that pad the vocabulary
-never take part.
+The FP32 logits of a whole batch ``[T, V]`` would be its largest tensor by far (a vocabulary of
+150,000 and 8,192 tokens: 4.9 GB), and autograd would keep several. Here only ``chunk_tokens`` rows
+exist at a time, in forward and in backward, where they are computed again. Vocabulary-parallel:
+each TP rank holds ``V / tp`` rows of ``W`` and one MAX and one SUM all-reduce per chunk complete
+the softmax. Rows that pad the vocabulary never take part.
 
 Gradients (``g`` from log-prob, ``e`` from entropy):
 
-    dz = g * (1[v = y] - p) - e * p * (z - sum_v p_v z_v),    dh = dz @ W / tau,    dW = dz^T @ h / tau
+    dz = g * (1[v = y] - p) - e * p * (z - sum_v p_v z_v),    dh = dz @ W / tau,    dW = dz^T @ h /
+    tau
 
 Legend: R tokens, H hidden, V vocabulary, C chunk.
 """
@@ -61,7 +61,8 @@ def token_logprobs(
     """Log-prob of each target and entropy of each distribution.
 
     Args:
-        hidden_RH: ``[R, H]`` hidden states that predict the targets, flow dtype; the same on all TP ranks.
+        hidden_RH: ``[R, H]`` hidden states that predict the targets, flow dtype; the same on all TP
+            ranks.
         weight_VH: ``[V / tp, H]`` output weight of this rank, padding rows included.
         target_R: ``[R]`` int64 token ids.
         shard: This rank's part of the vocabulary.
@@ -154,7 +155,8 @@ def _whole_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob, logsumexp and mean logit where this rank has every logit.
 
-    ``log_softmax`` is the sampler's own formula, so the log-prob has the sampler's bits when the logits do.
+    ``log_softmax`` is the sampler's own formula, so the log-prob has the sampler's bits when the
+    logits do.
     """
     logp_CV = torch.log_softmax(z_CV, dim=-1)
     logprob_C = logp_CV.gather(1, target_C[:, None])[:, 0]

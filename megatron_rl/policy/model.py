@@ -1,7 +1,8 @@
 """The policy's model: Megatron's GPTModel, described by a ModelSpec and a precision flow.
 
-Adds to GPTModel what RL needs and pre-training does not: packed prompt groups with explicit positions, and a
-head that returns log-probs and entropies of chosen tokens without ever holding all logits.
+Adds to GPTModel what RL needs and pre-training does not: packed prompt groups with explicit
+positions, and a head that returns log-probs and entropies of chosen tokens without ever holding all
+logits.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ def transformer_config(
     """Megatron's configuration of the model.
 
     Raises:
-        ValueError: ``policy.megatron`` names an unknown option, or one that the model or the flow decides.
+        ValueError: ``policy.megatron`` names an unknown option, or one that the model or the flow
+            decides.
     """
     pp = config.pipeline_model_parallel_size
     derived: dict[str, Any] = dict(
@@ -77,12 +79,14 @@ def transformer_config(
     for name in config.megatron:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "see Megatron's TransformerConfig"
+            hint = (
+                f"did you mean {nearest[0]!r}?" if nearest else "see Megatron's TransformerConfig"
+            )
             raise ValueError(f"policy.megatron.{name} is no option of TransformerConfig; {hint}")
         if name in derived:
             raise ValueError(
-                f"policy.megatron.{name} follows from the model, the precision flow or another policy "
-                "option and cannot be set here; remove it"
+                f"policy.megatron.{name} follows from the model, the precision flow or another "
+                "policy option and cannot be set here; remove it"
             )
     return TransformerConfig(**derived, **config.megatron)
 
@@ -141,8 +145,8 @@ class PolicyModel(GPTModel):
             return_logits: Return all logits of the stream instead (tests and verification).
 
         Returns:
-            On the last stage log-probs ``[R]`` and entropies ``[R]`` in float32, or logits ``[T, V]``; on
-            others the hidden states ``[T, 1, H]``.
+            On the last stage log-probs ``[R]`` and entropies ``[R]`` in float32, or logits ``[T,
+            V]``; on others the hidden states ``[T, 1, H]``.
         """
         hidden = self.embedding(input_ids, position_ids) if self.pre_process else None
         angles = position_ids[0].float()[:, None] * self.inverse_frequencies.to(position_ids.device)

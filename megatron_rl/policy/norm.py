@@ -2,9 +2,9 @@
 
     y = round(x * rsqrt(mean(x^2) + eps)) * weight
 
-The statistics and the product are FP32; the result is rounded to the flow's dtype *before* the multiplication
-by the weight. ``torch.nn.functional.rms_norm`` rounds once, at the end, and so differs in up to a quarter of the
-elements in BF16; it is not used.
+The statistics and the product are FP32; the result is rounded to the flow's dtype *before* the
+multiplication by the weight. ``torch.nn.functional.rms_norm`` rounds once, at the end, and so
+differs in up to a quarter of the elements in BF16; it is not used.
 """
 
 from typing import Any
@@ -34,9 +34,7 @@ class _RMSNorm(torch.autograd.Function):
     """Keeps the input and one FP32 number a row, instead of autograd's three FP32 copies."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: D102
         x32 = x.float()
         rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)

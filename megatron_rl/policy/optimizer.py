@@ -1,5 +1,4 @@
-"""Optimizer and learning-rate schedule: Megatron's distributed optimizer over FP32 master weights.
-"""
+"""Optimizer and schedule: Megatron's distributed optimizer over FP32 master weights."""
 
 import logging
 from typing import Any
@@ -49,7 +48,7 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def initialize_state(optimizer: Any) -> None:
-    """Creates zero moments, so that a checkpoint can be loaded into an optimizer that never stepped."""
+    """Creates zero moments, so that a checkpoint loads into an optimizer that never stepped."""
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:

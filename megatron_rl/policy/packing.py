@@ -1,14 +1,14 @@
 """Packs prompt groups into one stream of tokens, each prompt once.
 
-GRPO samples ``n`` responses to each prompt. Under causal attention the prompt's hidden states are the same
-for all of them, so the prompt is computed once and every response attends to it:
+GRPO samples ``n`` responses to each prompt. Under causal attention the prompt's hidden states are
+the same for all of them, so the prompt is computed once and every response attends to it:
 
     prompt | response 0 | response 1 | ... | response n-1        one group
     0..P-1 | P..P+R0-1  | P..P+R1-1  | ... |                     positions (RoPE)
 
-The last prompt token predicts the first token of every response. Values and gradients are those of ``n``
-separate sequences up to the rounding of sums; the work is ``P + sum(R)`` tokens instead of ``n*P + sum(R)``.
-The last token of a response predicts nothing and is left out.
+The last prompt token predicts the first token of every response. Values and gradients are those of
+``n`` separate sequences up to the rounding of sums; the work is ``P + sum(R)`` tokens instead of
+``n*P + sum(R)``. The last token of a response predicts nothing and is left out.
 
 Shapes: ``T`` tokens in the stream, ``R`` predicted (response) tokens.
 """

@@ -1,7 +1,7 @@
 """Process groups and random states of the policy: torch.distributed plus Megatron's parallel state.
 
-One process is a world of size one, so that every other file speaks parallel state and none asks whether
-there is more than one rank.
+One process is a world of size one, so that every other file speaks parallel state and none asks
+whether there is more than one rank.
 """
 
 import logging

@@ -96,7 +96,7 @@ class FrozenPolicy:
             )
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor) pairs in layer order, sharing memory where the layout allows."""
+        """(Hugging Face name, tensor) pairs in layer order; they may share the model's memory."""
         return export_hf_weights(self.model, self.parameters, self.layout)
 
     def _chunks(self) -> list[torch.nn.Module]:
@@ -164,7 +164,8 @@ class Policy(FrozenPolicy):
         """One optimizer step on the objective.
 
         Raises:
-            NonFiniteError: The loss or gradient norm is NaN or Inf. After a bad loss the weights are as
+            NonFiniteError: The loss or gradient norm is NaN or Inf. After a bad loss the weights
+                are as
                 before; after a bad norm they are not to be used.
         """
         self.wrapped.train()

@@ -1,7 +1,8 @@
 """Rotary frequencies of a model, computed as Hugging Face and vLLM compute them.
 
-Angles are ``position * inv_freq`` with ``inv_freq_i = theta^(-2i/D)``, all FP32. Llama 3.1 stretches the low
-frequencies (arXiv 2407.21783; ``_compute_llama3_parameters`` in transformers); linear scaling divides all.
+Angles are ``position * inv_freq`` with ``inv_freq_i = theta^(-2i/D)``, all FP32. Llama 3.1
+stretches the low frequencies (arXiv 2407.21783; ``_compute_llama3_parameters`` in transformers);
+linear scaling divides all.
 """
 
 import math

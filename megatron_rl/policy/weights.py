@@ -1,7 +1,7 @@
-"""Weights between a live Megatron model and Hugging Face tensors, through the family's parameter map.
+"""Weights between a live Megatron model and Hugging Face tensors, by the parameter map.
 
-Loading fills every parameter from a reader, one tensor in memory at a time; anything missing, unexpected,
-misshapen or non-finite is an error that names it. Nothing here touches a file.
+Loading fills every parameter from a reader, one tensor in memory at a time; anything missing,
+unexpected, misshapen or non-finite is an error that names it. Nothing here touches a file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,9 +56,7 @@ def load_hf_weights(
     parameters.check_hf_keys(keys)
     parameters.check_tp(layout.tp_size)
     with torch.no_grad():
-        for local_name, (name, parameter) in zip(
-            local_names, named_parameters(model), strict=True
-        ):
+        for local_name, (name, parameter) in zip(local_names, named_parameters(model), strict=True):
             entry = parameters.entry(name)
             shard = entry.shard(
                 entry.to_megatron(tensors), tp_rank=layout.tp_rank, tp_size=layout.tp_size

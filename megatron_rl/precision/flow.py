@@ -2,9 +2,9 @@
 
 Reinforcement learning samples from one engine and differentiates another. When the two round
 differently, the run is off-policy without anybody having asked for it. A :class:`PrecisionFlow`
-therefore names, once, the format of every *role* (linear weights and inputs, norms, attention, logits,
-master weights, ...), and everything downstream - Megatron's dtypes, vLLM's configuration, the wire format
-of weight sync, a checkpoint's metadata - is derived from it and from nothing else.
+therefore names, once, the format of every *role* (linear weights and inputs, norms, attention,
+logits, master weights, ...), and everything downstream - Megatron's dtypes, vLLM's configuration,
+the wire format of weight sync, a checkpoint's metadata - is derived from it and from nothing else.
 
 This module imports no torch, so a flow can be printed and checked on a login node.
 """

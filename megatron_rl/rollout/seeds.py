@@ -1,7 +1,7 @@
 """Seeds of single samples, and isolation of the host's random state.
 
-A sample's seed is a hash of (call seed, prompt index, sample index), so a run repeats itself whatever the
-batching, and no two samples of a run share a stream of random numbers.
+A sample's seed is a hash of (call seed, prompt index, sample index), so a run repeats itself
+whatever the batching, and no two samples of a run share a stream of random numbers.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """The contract between the trainer and whatever samples for it.
 
-Token in, token out: prompts arrive as token ids and leave as token ids with the log-prob of each sampled token
-under the distribution it was sampled from (temperature applied). Nothing is decoded and encoded again.
+Token in, token out: prompts arrive as token ids and leave as token ids with the log-prob of each
+sampled token under the distribution it was sampled from (temperature applied). Nothing is decoded
+and encoded again.
 """
 
 import abc
@@ -14,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How responses are sampled. The sampled distribution is the trained one: no top-p, top-k or penalties."""
+    """How responses are sampled: always from the trained distribution, uncut and unpenalised."""
 
     n: int = 1
     """Samples per prompt."""
@@ -27,8 +28,8 @@ class Sampling:
     ignore_eos: bool = False
     """Keep sampling past EOS."""
     seed: int | None = None
-    """Seed of this call. The seed of a sample follows from it, the prompt's index and the sample's index, so a
-    call repeats itself whatever the batch. None: unseeded."""
+    """Seed of this call. The seed of a sample follows from it, the prompt's index and the sample's
+    index, so a call repeats itself whatever the batch. None: unseeded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +57,7 @@ class Engine(abc.ABC):
     """A rollout engine: generates, and takes new weights."""
 
     @abc.abstractmethod
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[Completion]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """Samples ``sampling.n`` responses to each prompt, ordered by prompt, then sample.
 
         Raises:
@@ -67,14 +66,12 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def update_weights(
-        self, stream: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
+    def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replaces all weights by a complete stream of (Hugging Face name, tensor), in layer order.
 
-        After it returns, ``generate`` samples the new policy and ``version`` is in force. A stream that is
-        incomplete, names an unknown or repeated tensor, or holds a non-finite value raises, and the engine
-        refuses to generate until a complete update succeeds.
+        After it returns, ``generate`` samples the new policy and ``version`` is in force. A stream
+        that is incomplete, names an unknown or repeated tensor, or holds a non-finite value raises,
+        and the engine refuses to generate until a complete update succeeds.
 
         Raises:
             ValueError: The stream is wrong; the message names the tensor.
@@ -85,11 +82,11 @@ class Engine(abc.ABC):
     def version(self) -> int:
         """Version of the weights in force; -1 for those the engine was started with."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027 - optional
         """Releases memory for the trainer, where the engine can."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027 - optional
         """Takes the memory back before generating."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Frees the engine."""

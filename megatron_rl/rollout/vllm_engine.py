@@ -1,8 +1,9 @@
 """vLLM in the trainer's process, behind :class:`rollout.Engine`.
 
-Colocated: trainer and engine take turns on the same device, and new weights pass as tensors, without a
-file or a copy on the way. Everything that would make the sampled distribution differ from the trained one
-(the checkpoint's ``generation_config``, top-p, penalties, raw log-probs) is pinned here.
+Colocated: trainer and engine take turns on the same device, and new weights pass as tensors,
+without a file or a copy on the way. Everything that would make the sampled distribution differ from
+the trained one (the checkpoint's ``generation_config``, top-p, penalties, raw log-probs) is pinned
+here.
 """
 
 import difflib
@@ -22,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "megatron_rl.rollout.worker.WorkerExtension"
 BLOCK_SIZE_TOKENS = 32
-"""KV-cache block: small, so that the prompt that a group shares is cached rather than computed n times."""
+"""KV-cache block: small, so that the prompt of a group is cached, not computed n times."""
 
 
 def engine_arguments(
     model_path: Path, flow: PrecisionFlow, config: RolloutConfig, max_model_len: int
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``; the user's ``rollout.vllm`` may add, but not replace what is derived.
+    """Arguments of ``vllm.LLM``: what follows from the run, then the user's ``rollout.vllm``.
 
     Raises:
         ValueError: ``rollout.vllm`` names an unknown argument or one that the run decides.
@@ -59,8 +60,8 @@ def engine_arguments(
             raise ValueError(f"rollout.vllm.{name} is no engine argument of vLLM; {hint}")
         if name in derived:
             raise ValueError(
-                f"rollout.vllm.{name} follows from the precision flow or another rollout option and "
-                "cannot be set here; remove it"
+                f"rollout.vllm.{name} follows from the precision flow or another rollout option "
+                "and cannot be set here; remove it"
             )
     return derived | defaults | config.vllm
 
@@ -111,8 +112,8 @@ class VLLMEngine(Engine):
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= self._max_model_len - sampling.max_tokens:
                 raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; with responses of {sampling.max_tokens} "
-                    f"the engine takes 1 to {self._max_model_len - sampling.max_tokens}"
+                    f"prompt {index} has {len(prompt)} tokens; with responses of "
+                    f"{sampling.max_tokens} the engine takes 1 to {self._max_model_len - sampling.max_tokens}"
                 )
         requests = [{"prompt_token_ids": list(p)} for p in prompts for _ in range(sampling.n)]
         params = [

@@ -1,8 +1,8 @@
 """Runs inside each vLLM worker: takes a new policy, in memory, and proves that all of it arrived.
 
-vLLM's layerwise reload does the loading. What it does not do, and this does: account for every tensor, refuse
-a fused layer that got only some of its parts (vLLM would serve NaN), and rebuild the packed matrix of a tied
-head on CPU (vLLM would keep serving the old one).
+vLLM's layerwise reload does the loading. What it does not do, and this does: account for every
+tensor, refuse a fused layer that got only some of its parts (vLLM would serve NaN), and rebuild the
+packed matrix of a tied head on CPU (vLLM would keep serving the old one).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ import torch
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker through ``worker_extension_cls``; methods are called by ``collective_rpc``."""
+    """Mixed into vLLM's worker by ``worker_extension_cls``; called through ``collective_rpc``."""
 
     model_runner: Any
 
@@ -26,7 +26,8 @@ class WorkerExtension:
             expected: The names that make a complete policy.
 
         Raises:
-            ValueError: A tensor is missing, unexpected, repeated or non-finite, or a layer is incomplete.
+            ValueError: A tensor is missing, unexpected, repeated or non-finite, or a layer is
+                incomplete.
         """
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,

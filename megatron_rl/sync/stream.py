@@ -1,7 +1,8 @@
 """The stream of weights from policy to rollout: names, order and dtypes that both sides agree on.
 
-The wire format follows from the precision flow; for ``bf16`` and ``fp32`` it is the parameter itself. Tensors
-share the policy's memory where the layout allows, so they must be consumed before the next optimizer step.
+The wire format follows from the precision flow; for ``bf16`` and ``fp32`` it is the parameter
+itself. Tensors share the policy's memory where the layout allows, so they must be consumed before
+the next optimizer step.
 """
 
 from collections.abc import Iterator
@@ -12,9 +13,7 @@ from megatron_rl.policy.policy import FrozenPolicy
 from megatron_rl.precision import PrecisionFlow, torch_dtype
 
 
-def stream_weights(
-    policy: FrozenPolicy, flow: PrecisionFlow
-) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_weights(policy: FrozenPolicy, flow: PrecisionFlow) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the policy as (Hugging Face name, tensor), layer by layer, in the flow's dtype.
 
     Raises:
@@ -24,7 +23,7 @@ def stream_weights(
     for name, tensor in policy.named_tensors():
         if tensor.dtype != expected:
             raise ValueError(
-                f"{name} is {tensor.dtype} in the policy, and flow {flow.name!r} serves {expected}; "
-                "policy and rollout were built from different flows"
+                f"{name} is {tensor.dtype} in the policy, and flow {flow.name!r} serves "
+                f"{expected}; policy and rollout were built from different flows"
             )
         yield name, tensor

@@ -34,8 +34,9 @@ def literal(values, mask, mode):
         "token-mean": lambda: sum(flat) / len(flat),
         "seq-mean-token-sum": lambda: sum(sum(row) for row in rows) / len(rows),
         "seq-mean-token-mean": lambda: sum(sum(row) / len(row) for row in rows) / len(rows),
-        "seq-mean-token-sum-norm": lambda: sum(sum(row) for row in rows)
-        / (len(rows) * NORM_LENGTH),
+        "seq-mean-token-sum-norm": lambda: (
+            sum(sum(row) for row in rows) / (len(rows) * NORM_LENGTH)
+        ),
     }[mode]()
 
 

@@ -1,0 +1,1 @@
+"""Command line and start-up: everything that happens before torch is imported."""

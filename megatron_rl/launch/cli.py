@@ -1,0 +1,106 @@
+"""The command line ``megatron-rl``. Parsing and validation import nothing heavy."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl import __version__
+from megatron_rl.config import ConfigError, RunConfig, dump_config, load_config
+from megatron_rl.precision import flow_names, resolve_flow
+
+BAD_INPUT, FAILED = 2, 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0 done, 1 the run failed, 2 the input is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ConfigError, ValueError) as error:
+        print(f"megatron-rl: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("megatron-rl: interrupted; start the same command again to resume", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl",
+        description="Reinforcement-learning post-training in one precision flow.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a policy with reinforcement learning")
+    train.add_argument("--config", type=Path, required=True, help="recipe, a YAML file")
+    train.add_argument("--dry-run", action="store_true", help="validate, print, do not train")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
+    train.set_defaults(run=_train)
+
+    report = commands.add_parser("report", help="build the report of a run, or compare several")
+    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
+    report.add_argument("--output", type=Path, help="file of a comparison of several runs")
+    report.set_defaults(run=_report)
+
+    precision = commands.add_parser("precision", help="look at precision flows")
+    actions = precision.add_subparsers(required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print a flow: every role and its format")
+    show.add_argument("flow", nargs="?", default="bf16", help=f"one of {', '.join(flow_names())}")
+    show.set_defaults(run=_precision_show)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    resolve_flow(config.precision.flow)
+    if arguments.dry_run:
+        print(dump_config(config), end="")
+        print(f"# flow: {resolve_flow(config.precision.flow).short_str()}")
+        return 0
+    return _run(config)
+
+
+def _run(config: RunConfig) -> int:
+    from megatron_rl.launch.environment import export_environment, run_environment
+    from megatron_rl.launch.models import resolve_model
+    from megatron_rl.launch.quiet import configure_logging, keep_console, quiet
+
+    export_environment(run_environment(config))
+    keep_console()
+    configure_logging()
+    log = Path(config.output_dir) / config.name / "third_party.log"
+    try:
+        with quiet(log):
+            model_path = resolve_model(config.model.path)
+            from megatron_rl.policy.policy import NonFiniteError
+            from megatron_rl.trainer.run import run_training
+        run_training(config, model_path, quiet)
+    except ValueError:
+        raise
+    except (NonFiniteError, OSError) as error:
+        print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megatron_rl.report import build_comparison, build_report
+
+    if len(arguments.run_dirs) == 1:
+        print(build_report(arguments.run_dirs[0]))
+    else:
+        print(build_comparison(arguments.run_dirs, arguments.output or Path("comparison.html")))
+    return 0
+
+
+def _precision_show(arguments: argparse.Namespace) -> int:
+    flow = resolve_flow(arguments.flow)
+    print(flow.short_str())
+    print(flow.describe())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The loop - sample, score, update, sync - with evaluation, checkpoints and run directory."""

@@ -1,0 +1,121 @@
+"""The training loop: sample, score, update, sync - the whole algorithm on one page."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_rl.policy.policy import NonFiniteError
+from megatron_rl.rollout import Sampling, derive_seed
+from megatron_rl.sync import stream_weights
+from megatron_rl.trainer.batch import RolloutBatch, make_batch
+from megatron_rl.trainer.components import Components
+from megatron_rl.trainer.evaluation import Evaluation, evaluate, score_completions
+from megatron_rl.trainer.step_metrics import batch_metrics, throughput_metrics
+from megatron_rl.trainer.timing import Timings
+from megatron_rl.trainer.update import update_policy
+
+
+class Recorder(Protocol):
+    """Where a run's results go; see :class:`megatron_rl.trainer.recorder.RunRecorder`."""
+
+    def step(
+        self, step: int, metrics: dict[str, float], batch: RolloutBatch, texts: list[str]
+    ) -> None:
+        """Records one training step."""
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Records one evaluation."""
+
+    def save(self, step: int) -> None:
+        """Saves a checkpoint of everything that :func:`train` continues from."""
+
+
+@dataclass
+class TrainerState:
+    """What changes from step to step outside the policy."""
+
+    step: int = 0
+    """Steps that are done."""
+
+
+def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
+    """Runs the remaining steps.
+
+    Raises:
+        NonFiniteError: The loss or gradient norm left the finite numbers; names the step.
+    """
+    config = parts.config
+    sync(parts, state.step)
+    if state.step == 0 and config.evaluation.at_start:
+        run_evaluation(parts, state.step, recorder, Timings())
+    while state.step < config.trainer.total_steps:
+        step = state.step + 1
+        timings = Timings()
+        with timings.measure("step"):
+            prompts = parts.loader.next_batch()
+            with timings.measure("gen"):
+                sampling = training_sampling(parts, step)
+                completions = parts.engine.generate([p.token_ids for p in prompts], sampling)
+            with timings.measure("reward"):
+                texts, rewards = score_completions(
+                    prompts, completions, parts.inputs.tokenizer, parts.inputs.rewards
+                )
+            batch = make_batch(prompts, completions, rewards, config.algorithm)
+            try:
+                metrics = update_policy(parts.policy, parts.reference, batch, config, timings)
+            except NonFiniteError as error:
+                raise NonFiniteError(
+                    f"step {step}: {error}; nothing of this step was saved. Continue from the last "
+                    "checkpoint with a lower policy.optimizer.lr, or look at rollouts/ for rewards "
+                    "that explode"
+                ) from error
+            with timings.measure("sync"):
+                sync(parts, step)
+        state.step = step
+        metrics |= batch_metrics(batch) | throughput_metrics(batch, metrics, timings)
+        recorder.step(step, metrics, batch, texts)
+        last = step == config.trainer.total_steps
+        interval = config.evaluation.interval_steps
+        if last or (interval and step % interval == 0):
+            run_evaluation(parts, step, recorder, timings)
+        interval = config.trainer.save_interval_steps
+        if (last and config.trainer.save_final_checkpoint) or (
+            interval and step % interval == 0 and not last
+        ):
+            recorder.save(step)
+
+
+def training_sampling(parts: Components, step: int) -> Sampling:
+    """How the responses of a step are sampled: seeded by run and step."""
+    rollout = parts.config.rollout
+    seeded = rollout.seed_mode == "per_request"
+    return Sampling(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_response_length_tokens,
+        stop_token_ids=parts.inputs.stop_token_ids,
+        ignore_eos=rollout.ignore_eos,
+        seed=derive_seed(parts.config.seed, "rollout", step) if seeded else None,
+    )
+
+
+def sync(parts: Components, version: int) -> None:
+    """Hands the policy's weights to the engine."""
+    parts.engine.update_weights(stream_weights(parts.policy, parts.inputs.flow), version)
+
+
+def run_evaluation(parts: Components, step: int, recorder: Recorder, timings: Timings) -> None:
+    """Evaluates on the held-out prompts, if there are any."""
+    if not parts.inputs.val_prompts:
+        return
+    with timings.measure("eval"):
+        evaluation = evaluate(
+            step,
+            parts.inputs.val_prompts,
+            parts.engine,
+            parts.inputs.tokenizer,
+            parts.inputs.rewards,
+            parts.config,
+            parts.inputs.stop_token_ids,
+        )
+    evaluation.metrics["timing_s/eval"] = timings.seconds["eval"]
+    recorder.evaluation(step, evaluation)

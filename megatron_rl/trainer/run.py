@@ -1,0 +1,154 @@
+"""One run from configuration to report: prepare, resume, train, export.
+
+The caller has set the environment (threads, vLLM's and the flow's variables) before this module is
+imported.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import RunConfig
+from megatron_rl.metrics import Console, MetricsWriter, RunHeader, read_metrics, start_rollouts
+from megatron_rl.policy import parallel
+from megatron_rl.policy.checkpoint import (
+    checkpoint_path,
+    complete_steps,
+    load_checkpoint,
+    read_manifest,
+)
+from megatron_rl.trainer.components import Components, Inputs, build_components, load_inputs
+from megatron_rl.trainer.loop import TrainerState, train
+from megatron_rl.trainer.recorder import RunRecorder
+from megatron_rl.trainer.run_directory import prepare_run_directory, run_directory
+
+logger = logging.getLogger(__name__)
+
+Quiet = Callable[[Path], AbstractContextManager[None]]
+
+
+def run_training(config: RunConfig, model_path: Path, quiet: Quiet) -> Path:
+    """Trains, and returns the run directory.
+
+    Args:
+        config: The run.
+        model_path: Hugging Face directory of the starting policy.
+        quiet: Context manager that keeps third-party noise out of the console, into the given file.
+
+    Raises:
+        ValueError: Something about the input is wrong.
+        NonFiniteError: The run diverged.
+        OSError: The run directory could not be written.
+    """
+    run_dir = run_directory(config)
+    resume_from = find_resume(config, run_dir)
+    inputs = load_inputs(config, model_path)
+    prepare_run_directory(run_dir, config, inputs.flow)
+    start_step = 0 if resume_from is None else int(read_manifest(resume_from)["step"])
+    resume_step = None if resume_from is None else start_step
+    with quiet(run_dir / "third_party.log"):
+        layout = parallel.initialize(config.policy, config.seed)
+    is_writer = layout.rank == 0
+    writer = MetricsWriter(run_dir, config.logging, resume_step=resume_step) if is_writer else None
+    if is_writer:
+        start_rollouts(run_dir, resume_step=resume_step)
+    console = Console(
+        total_steps=config.trainer.total_steps, before=_metrics_before(run_dir, resume_step)
+    )
+    if is_writer:
+        console.header(_header(config, inputs, run_dir, resume_from))
+    with quiet(run_dir / "third_party.log"):
+        parts = build_components(config, inputs, layout)
+    try:
+        state = TrainerState()
+        if resume_from is not None:
+            trainer = load_checkpoint(resume_from, parts.policy)
+            parts.loader.load_state_dict(trainer["loader"])
+            state.step = int(trainer["step"])
+        recorder = RunRecorder(parts, run_dir, writer, console)
+        with quiet(run_dir / "third_party.log"):
+            train(parts, state, recorder)
+            if config.trainer.export_hf:
+                recorder.export()
+        report = None
+        if is_writer and config.logging.report:
+            from megatron_rl.report import build_report
+
+            report = build_report(run_dir)
+        if is_writer:
+            console.summary(run_dir, report=report)
+    finally:
+        _close(parts, writer)
+    return run_dir
+
+
+def find_resume(config: RunConfig, run_dir: Path) -> Path | None:
+    """The checkpoint that this run continues from, or None for a fresh start.
+
+    Raises:
+        ValueError: The run directory holds checkpoints that a fresh start would bury, or
+            ``resume_path`` is no complete checkpoint.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode == "path":
+        assert trainer.resume_path is not None
+        directory = Path(trainer.resume_path)
+        read_manifest(directory)
+        return directory
+    root = run_dir / "checkpoints"
+    steps = complete_steps(root)
+    if not steps:
+        return None
+    if trainer.resume_mode == "disable":
+        raise ValueError(
+            f"{root} holds checkpoints of an earlier run and trainer.resume_mode=disable would "
+            "write over them; choose another name, delete the directory, or set "
+            "trainer.resume_mode=auto"
+        )
+    return checkpoint_path(root, steps[-1])
+
+
+def _metrics_before(run_dir: Path, resume_step: int | None) -> dict[str, float]:
+    """The evaluation before training, which a resumed run compares with."""
+    if resume_step is None:
+        return {}
+    merged: dict[str, float] = {}
+    for line in read_metrics(run_dir):
+        if line.step == 0:
+            merged |= line.metrics
+    return merged
+
+
+def _header(
+    config: RunConfig, inputs: Inputs, run_dir: Path, resume_from: Path | None
+) -> RunHeader:
+    spec = inputs.spec
+    extra: dict[str, str] = {}
+    if resume_from is not None:
+        extra["resumed"] = f"from {resume_from}"
+    return RunHeader(
+        name=config.name,
+        model=f"{config.model.path} ({spec.architecture}, {spec.num_layers} layers of "
+        f"{spec.hidden_size})",
+        flow=inputs.flow.short_str(),
+        data=f"{len(inputs.train_prompts)} training and {len(inputs.val_prompts)} held-out prompts",
+        steps=f"{config.trainer.total_steps} of {config.data.train_batch_size} prompts x "
+        f"{config.rollout.n} samples",
+        run_dir=run_dir,
+        extra=extra,
+    )
+
+
+def _close(parts: Components, writer: MetricsWriter | None) -> None:
+    actions: list[Callable[[], Any]] = [parts.engine.close, parts.inputs.rewards.close]
+    if writer is not None:
+        actions.append(writer.close)
+    actions.append(parallel.shutdown)
+    for action in actions:
+        try:
+            action()
+        except Exception:
+            # A fault while closing must not hide the error, or the result, of the run itself.
+            logger.warning("%s failed", action, exc_info=True)

@@ -1,0 +1,160 @@
+"""From a rollout batch to optimizer steps, and what to report of them.
+
+Work is done only where it counts: a sample whose every loss term is zero is not computed (it stays
+in the denominators), and a batch used for a single optimizer step needs no second forward for its
+old log-probs, since the policy that is updated is the one that sampled.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.config import RunConfig
+from megatron_rl.metrics.mismatch import mismatch_metrics
+from megatron_rl.policy.policy import FrozenPolicy, Policy, UpdateResult
+from megatron_rl.trainer.batch import RolloutBatch
+from megatron_rl.trainer.objective import MiniBatchObjective, mini_batch_weights
+from megatron_rl.trainer.timing import Timings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Log-probs of the sampling policy, and which tokens have them."""
+
+    logprobs: torch.Tensor
+    """``[B, S]`` float32."""
+    rows: torch.Tensor
+    """``[B]`` bool."""
+
+
+def update_policy(
+    policy: Policy,
+    reference: FrozenPolicy | None,
+    batch: RolloutBatch,
+    config: RunConfig,
+    timings: Timings,
+) -> dict[str, float]:
+    """Takes every optimizer step of one rollout batch.
+
+    Returns:
+        Metrics ``actor/*``, ``rollout/*``, ``rollout_corr/*``, ``training/*`` and token counts.
+    """
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    contributing = _contributing_rows(batch, config)
+    mini_batches = _mini_batches(batch, config)
+    on_policy = len(mini_batches) == 1
+    old: torch.Tensor | None = None
+    measured: list[Scored] = []
+    num_tokens = 0
+    if not on_policy:
+        with timings.measure("old_log_prob"):
+            scored = policy.score(batch.groups(contributing), batch.shape, temperature=temperature)
+        old = scored.logprobs
+        num_tokens += scored.num_tokens
+        measured.append(Scored(logprobs=old, rows=contributing))
+    probe = _skipped_probe(batch, contributing)
+    if probe.any():
+        with timings.measure("old_log_prob"):
+            scored = policy.score(batch.groups(probe), batch.shape, temperature=temperature)
+        measured.append(Scored(logprobs=scored.logprobs, rows=probe))
+    ref = None
+    if reference is not None:
+        with timings.measure("ref"):
+            ref = reference.score(
+                batch.groups(contributing), batch.shape, temperature=temperature
+            ).logprobs
+
+    reports: list[dict[str, float]] = []
+    with timings.measure("update_actor"):
+        for rows in mini_batches:
+            objective = MiniBatchObjective(
+                config=algorithm,
+                advantages=batch.advantages.values,
+                weights=mini_batch_weights(
+                    batch.loss_mask, rows, algorithm, config.rollout.max_response_length_tokens
+                ),
+                old_logprobs=old,
+                ref_logprobs=ref,
+            )
+            computed = rows & contributing
+            if not computed.any():
+                # The optimizer still steps (moments and schedule move), on zero gradients.
+                computed = rows & (batch.group_ids == batch.group_ids[rows][0])
+            result = policy.update(
+                batch.groups(computed), batch.shape, objective, temperature=temperature
+            )
+            num_tokens += result.values.num_tokens
+            reports.append(_report(result, objective, computed))
+            if on_policy:
+                measured.insert(0, Scored(logprobs=result.values.logprobs, rows=computed))
+    metrics = {key: sum(r[key] for r in reports) / len(reports) for key in reports[0]}
+    metrics |= _mismatch(batch, measured)
+    metrics["rollout/skipped_samples_share"] = 1.0 - contributing.float().mean().item()
+    metrics["perf/update_num_tokens"] = float(num_tokens)
+    return metrics
+
+
+def _contributing_rows(batch: RolloutBatch, config: RunConfig) -> torch.Tensor:
+    """``[B]`` bool: rows with a loss term that is not zero."""
+    in_loss = batch.loss_mask.any(dim=1)
+    if config.algorithm.kl.coefficient or config.algorithm.entropy_coefficient:
+        return in_loss
+    return in_loss & (batch.advantages.values != 0)
+
+
+def _skipped_probe(batch: RolloutBatch, contributing: torch.Tensor) -> torch.Tensor:
+    """``[B]`` bool: one group of skipped samples, so that mismatch is measured on them too."""
+    skipped = ~contributing
+    if not skipped.any() or not contributing.any():
+        return torch.zeros_like(skipped)
+    return skipped & (batch.group_ids == batch.group_ids[skipped][0])
+
+
+def _mini_batches(batch: RolloutBatch, config: RunConfig) -> list[torch.Tensor]:
+    """Rows of each optimizer step, ``[B]`` bool, epoch after epoch, whole prompts at a time."""
+    num_prompts = len(batch.prompts)
+    size = config.algorithm.mini_batch_size_prompts or num_prompts
+    starts = range(0, num_prompts, size)
+    one_epoch = [(batch.group_ids >= s) & (batch.group_ids < s + size) for s in starts]
+    return one_epoch * config.algorithm.num_epochs
+
+
+def _report(
+    result: UpdateResult, objective: MiniBatchObjective, computed: torch.Tensor
+) -> dict[str, float]:
+    """Metrics of one optimizer step, over the tokens that it computed."""
+    logprobs, weights = result.values.logprobs, objective.weights
+    mask = (weights != 0) & computed[:, None]
+    tokens = max(int(mask.sum()), 1)
+    output = objective.surrogate(
+        logprobs, objective.old_logprobs, objective.advantages[:, None], mask
+    )
+
+    def mean(values: torch.Tensor) -> float:
+        return float((values * mask).sum().item() / tokens)
+
+    report = {
+        "actor/loss": result.values.loss,
+        "actor/pg_loss": float((weights * output.loss).sum()),
+        "actor/entropy": mean(result.values.entropy),
+        "actor/ppo_kl": mean(output.approx_kl_k1),
+        "actor/pg_clipfrac": mean(output.clipped_high | output.clipped_low),
+        "actor/pg_clipfrac_low": mean(output.clipped_low),
+        "actor/grad_norm": result.grad_norm,
+        "actor/lr": result.lr,
+    }
+    if objective.ref_logprobs is not None:
+        per_token = objective.kl(logprobs, objective.ref_logprobs)
+        report["actor/kl_loss"] = float((weights * per_token * mask).sum())
+    return report
+
+
+def _mismatch(batch: RolloutBatch, measured: list[Scored]) -> dict[str, float]:
+    """Mismatch over every token whose log-prob under the sampling policy is known."""
+    logprobs = torch.zeros(batch.shape)
+    mask = torch.zeros(batch.shape, dtype=torch.bool)
+    for scored in measured:
+        rows = scored.rows[:, None] & batch.response_mask
+        logprobs = torch.where(rows, scored.logprobs, logprobs)
+        mask |= rows
+    return mismatch_metrics(logprobs, batch.rollout_logprobs, mask)
