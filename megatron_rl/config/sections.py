@@ -115,8 +115,8 @@ class RolloutConfig(ConfigSection):
     """Keep sampling past EOS (benchmarks)."""
     max_num_seqs: int = Field(default=256, gt=0)
     """Most sequences that the engine decodes together."""
-    kv_cache_gib: int = Field(default=1, gt=0)
-    """Memory for the KV cache of one CPU engine, in GiB."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """Memory for the engine's KV cache, in GiB."""
     seed_mode: Literal["per_request", "none"] = "per_request"
     """``per_request``: a run repeats (seeded by run seed, step, prompt, sample)."""
     timeout_s: float = Field(default=3600.0, gt=0)

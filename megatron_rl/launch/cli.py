@@ -67,7 +67,7 @@ def _run(config: RunConfig) -> int:
     from megatron_rl.launch.models import resolve_model
     from megatron_rl.launch.quiet import configure_logging, keep_console, quiet
 
-    export_environment(run_environment(config))
+    export_environment(run_environment())
     keep_console()
     configure_logging()
     log = Path(config.output_dir) / config.name / "third_party.log"

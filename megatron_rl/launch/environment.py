@@ -7,17 +7,15 @@ silence.
 import os
 import sys
 
-from megatron_rl.config import RunConfig
-
 HEAVY = ("torch", "vllm", "megatron.core", "transformer_engine")
 
 
-def run_environment(config: RunConfig) -> dict[str, str]:
+def run_environment() -> dict[str, str]:
     """Variables of a training process."""
     from megatron_rl.rollout.environment import rollout_environment
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(_threads_per_rank())
-    return rollout_environment(config.rollout.kv_cache_gib) | {
+    return rollout_environment() | {
         "OMP_NUM_THREADS": threads,
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         "TRANSFORMERS_VERBOSITY": "error",

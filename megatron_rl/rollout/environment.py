@@ -6,15 +6,10 @@
 import os
 
 
-def rollout_environment(kv_cache_gib: int) -> dict[str, str]:
-    """Variables of an in-process engine on any platform.
-
-    Args:
-        kv_cache_gib: KV cache of one CPU engine, in GiB.
-    """
+def rollout_environment() -> dict[str, str]:
+    """Variables of an in-process engine on any platform."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine shares the trainer's process and memory
-        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine take turns on the same cores
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",

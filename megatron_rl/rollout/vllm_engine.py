@@ -41,6 +41,7 @@ def engine_arguments(
         enforce_eager=True,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
         # A seeded request whose prefill is split into chunks crashes vLLM's CPU runner.
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(max_model_len, 8192),
@@ -111,10 +112,14 @@ class VLLMEngine(Engine):
             raise RuntimeError(f"the rollout engine holds no complete policy: {self._broken}")
         for index, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= self._max_model_len - sampling.max_tokens:
+                room = self._max_model_len - sampling.max_tokens
                 raise ValueError(
                     f"prompt {index} has {len(prompt)} tokens; with responses of "
-                    f"{sampling.max_tokens} the engine takes 1 to {self._max_model_len - sampling.max_tokens}"
+                    f"{sampling.max_tokens} the engine takes 1 to {room}"
                 )
+        # What one call caches must not change the bits of the next: the result depends on the
+        # arguments and the weights alone, also after a resume.
+        self._reset_prefix_cache()
         requests = [{"prompt_token_ids": list(p)} for p in prompts for _ in range(sampling.n)]
         params = [
             self._sampling_params(sampling, prompt, sample)
@@ -137,15 +142,18 @@ class VLLMEngine(Engine):
             self._broken = str(error)
             raise
         # Cached prompt keys and values belong to the old policy.
-        if not self._llm.reset_prefix_cache():
-            self._broken = "the prefix cache could not be reset"
-            raise RuntimeError(f"after a weight update {self._broken}; are requests still running?")
+        self._reset_prefix_cache()
         self._broken = None
         self._version = version
 
     def close(self) -> None:
         """Shuts the engine's core down."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            self._broken = "the prefix cache could not be reset"
+            raise RuntimeError(f"{self._broken}; are requests of an earlier call still running?")
 
     def _sampling_params(self, sampling: Sampling, prompt: int, sample: int) -> Any:
         from vllm import SamplingParams

@@ -90,10 +90,21 @@ def _incomplete_layers(model: torch.nn.Module, own: dict[str, set[int]]) -> list
     for name in own:
         layer = model.get_submodule(name)
         info = get_layerwise_info(layer)
-        if info.can_load() and not is_deferred_attention_layer(layer):
+        if not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        if info.load_numel < info.load_numel_total - _vocabulary_padding(layer):
             waiting[name] = f"{name} ({info.load_numel} of {info.load_numel_total} elements)"
     complete = set().union(*(ids for name, ids in own.items() if name not in waiting))
     return [text for name, text in waiting.items() if not own[name] <= complete]
+
+
+def _vocabulary_padding(layer: torch.nn.Module) -> int:
+    """Elements of an embedding or head that pad the vocabulary and that no checkpoint has."""
+    shard = getattr(layer, "shard_indices", None)
+    if shard is None:
+        return 0
+    padding_rows = shard.num_elements_padded - shard.num_org_elements
+    return int(padding_rows * layer.embedding_dim)
 
 
 def rebuild_tied_head(model: torch.nn.Module) -> None:

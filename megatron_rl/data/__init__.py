@@ -1,0 +1,1 @@
+"""Prompts: rows, tokens, order, micro-batches."""
