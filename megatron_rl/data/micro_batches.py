@@ -1,7 +1,7 @@
 """Cuts a batch into micro-batches of a token budget, and shares them out over data-parallel ranks.
 
-Deterministic, and every index appears exactly once. Ranks always run the same number of micro-batches, since
-collectives of a step must match.
+Deterministic, and every index appears exactly once. Ranks always run the same number of
+micro-batches, since collectives of a step must match.
 """
 
 from collections.abc import Sequence

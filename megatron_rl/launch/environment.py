@@ -11,16 +11,25 @@ HEAVY = ("torch", "vllm", "megatron.core", "transformer_engine")
 
 
 def run_environment() -> dict[str, str]:
-    """Variables of a training process."""
-    from megatron_rl.rollout.environment import rollout_environment
+    """Variables of a process that trains and samples.
 
-    threads = os.environ.get("OMP_NUM_THREADS") or str(_threads_per_rank())
-    return rollout_environment() | {
-        "OMP_NUM_THREADS": threads,
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        "TRANSFORMERS_VERBOSITY": "error",
-        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore"),
+    Those that only set a level of noise, or the threads, give way to the caller's.
+    """
+    fixed = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine shares the trainer's process and memory
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and engine take turns on the same cores
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
     }
+    defaults = {
+        "OMP_NUM_THREADS": str(_threads_per_rank()),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return fixed | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def export_environment(variables: dict[str, str]) -> None:
@@ -31,7 +40,9 @@ def export_environment(variables: dict[str, str]) -> None:
     """
     loaded = [name for name in HEAVY if name in sys.modules]
     if loaded:
-        raise RuntimeError(f"{', '.join(loaded)} was imported before the run's environment was set")
+        raise RuntimeError(
+            f"{', '.join(loaded)} was imported before the run's environment was set"
+        )
     os.environ.update(variables)
 
 

@@ -69,8 +69,7 @@ def load_inputs(config: RunConfig, model_path: Path) -> Inputs:
             f"exceeds the model's {spec.max_position_embeddings} positions; lower one of them"
         )
     tokenizer = load_tokenizer(model_path)
-    train = load_prompts(config.data.train, tokenizer, config.data)
-    val = load_prompts(config.data.val, tokenizer, config.data) if config.data.val else []
+    train, val = load_prompts(config.data, tokenizer)
     return Inputs(
         model_path=model_path,
         spec=spec,

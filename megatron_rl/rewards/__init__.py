@@ -1,0 +1,1 @@
+"""Rewards: from a response to a number, with a time limit."""
