@@ -1,5 +1,4 @@
-"""Generated prompts: any ``reasoning-gym`` task by name and options, with a prompt template and
-solved shots.
+"""Generated prompts: any ``reasoning-gym`` task by name, with a template and solved shots.
 
 Rows depend on the task's options and seed alone. Shots come from the same generator with a seed of
 their own, so a shot is never the question it precedes by construction of the data set.
@@ -87,7 +86,8 @@ def _entries(source: DataSourceConfig, seed: int, size: int) -> list[dict[str, A
             nearest = difflib.get_close_matches(option, known, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {sorted(known)}"
             raise ValueError(
-                f"data source {source.name!r}: task {source.task!r} has no option {option!r} here; {hint}"
+                f"data source {source.name!r}: task {source.task!r} has no option {option!r} "
+                f"here; {hint}"
             )
     try:
         dataset = reasoning_gym.create_dataset(
@@ -95,7 +95,8 @@ def _entries(source: DataSourceConfig, seed: int, size: int) -> list[dict[str, A
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"data source {source.name!r}: task {source.task!r} refuses {source.task_config}: {error}"
+            f"data source {source.name!r}: task {source.task!r} refuses {source.task_config}: "
+            f"{error}"
         ) from error
     return [dataset[index] for index in range(size)]
 

@@ -27,7 +27,8 @@ class PromptLoader:
         """
         if len(prompts) < batch_size:
             raise ValueError(
-                f"data.train_batch_size={batch_size} is more than the {len(prompts)} training prompts; "
+                f"data.train_batch_size={batch_size} is more than the {len(prompts)} training "
+                "prompts; "
                 "lower it or add prompts"
             )
         self._prompts = prompts
@@ -61,7 +62,8 @@ class PromptLoader:
         """
         if state["num_prompts"] != len(self._prompts):
             raise ValueError(
-                f"the checkpoint was made with {state['num_prompts']} training prompts and there are "
+                f"the checkpoint was made with {state['num_prompts']} training prompts and there "
+                "are "
                 f"{len(self._prompts)} now; restore the data, or start a run of another name"
             )
         self._position = int(state["position"])

@@ -50,7 +50,8 @@ def plan_for_ranks(
     """
     if len(lengths) < num_ranks:
         raise ValueError(
-            f"{len(lengths)} prompt groups cannot be shared out over {num_ranks} data-parallel ranks; "
+            f"{len(lengths)} prompt groups cannot be shared out over {num_ranks} data-parallel "
+            "ranks; "
             "raise data.train_batch_size"
         )
     shares: list[list[int]] = [[] for _ in range(num_ranks)]

@@ -65,8 +65,10 @@ def tokenize_rows(
             if drop_overlong:
                 continue
             raise ValueError(
-                f"row {row.index} of {row.data_source!r} has a prompt of {len(token_ids)} tokens, more "
-                f"than data.max_prompt_length_tokens={max_length_tokens}; raise the limit, shorten the "
+                f"row {row.index} of {row.data_source!r} has a prompt of {len(token_ids)} tokens, "
+                "more "
+                f"than data.max_prompt_length_tokens={max_length_tokens}; raise the limit, "
+                "shorten the "
                 "prompt, or set data.overlong_prompts=drop"
             )
         text = tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -75,6 +77,7 @@ def tokenize_rows(
         logger.warning("dropped %d overlong prompts of %d", len(rows) - len(prompts), len(rows))
     if not prompts:
         raise ValueError(
-            f"no prompt has at most data.max_prompt_length_tokens={max_length_tokens} tokens; raise it"
+            f"no prompt has at most data.max_prompt_length_tokens={max_length_tokens} tokens; "
+            "raise it"
         )
     return prompts

@@ -1,7 +1,8 @@
 """Rows of a file: what a JSONL line or a parquet record must hold to be a prompt.
 
-The format is the one users of verl and its relatives have: ``prompt`` (text or chat messages), ground truth
-as ``reward_model.ground_truth`` or a flat ``ground_truth``, ``answer`` or ``label``, and ``extra_info``.
+The format is the one users of verl and its relatives have: ``prompt`` (text or chat messages),
+ground truth as ``reward_model.ground_truth`` or a flat ``ground_truth``, ``answer`` or ``label``,
+and ``extra_info``.
 """
 
 import json

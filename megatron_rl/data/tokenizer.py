@@ -43,7 +43,8 @@ class HuggingFaceTokenizer:
         except (OSError, ValueError, KeyError) as error:
             detail = str(error).splitlines()[0]
             raise ValueError(
-                f"{path} has no tokenizer that can be loaded ({detail}); put its tokenizer.json there"
+                f"{path} has no tokenizer that can be loaded ({detail}); put its tokenizer.json "
+                "there"
             ) from error
 
     def encode_prompt(self, row: PromptRow, use_chat_template: bool) -> tuple[int, ...]:
@@ -65,7 +66,8 @@ class HuggingFaceTokenizer:
         )
         if self._tokenizer.chat_template is None:
             raise ValueError(
-                f"row {row.index} of {row.data_source!r} is a chat, and the tokenizer has no chat template"
+                f"row {row.index} of {row.data_source!r} is a chat, and the tokenizer has no chat "
+                "template"
             )
         ids = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -87,7 +89,8 @@ class HuggingFaceTokenizer:
             tokens = self._tokenizer.encode(text, add_special_tokens=False)
             if len(tokens) != 1:
                 raise ValueError(
-                    f"rollout.stop string {text!r} is {len(tokens)} tokens of this tokenizer and must "
+                    f"rollout.stop string {text!r} is {len(tokens)} tokens of this tokenizer and "
+                    "must "
                     "be one; responses are cut by tokens, not by text"
                 )
             ids.append(tokens[0])

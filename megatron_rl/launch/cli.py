@@ -65,10 +65,10 @@ def _train(arguments: argparse.Namespace) -> int:
 def _run(config: RunConfig) -> int:
     from megatron_rl.launch.environment import export_environment, run_environment
     from megatron_rl.launch.models import resolve_model
-    from megatron_rl.launch.quiet import configure_logging, keep_console, quiet
+    from megatron_rl.launch.quiet import configure_logging, open_console, quiet
 
     export_environment(run_environment())
-    keep_console()
+    console = open_console()
     configure_logging()
     log = Path(config.output_dir) / config.name / "third_party.log"
     try:
@@ -76,7 +76,7 @@ def _run(config: RunConfig) -> int:
             model_path = resolve_model(config.model.path)
             from megatron_rl.policy.policy import NonFiniteError
             from megatron_rl.trainer.run import run_training
-        run_training(config, model_path, quiet)
+        run_training(config, model_path, quiet, console)
     except ValueError:
         raise
     except (NonFiniteError, OSError) as error:

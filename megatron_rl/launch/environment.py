@@ -40,9 +40,7 @@ def export_environment(variables: dict[str, str]) -> None:
     """
     loaded = [name for name in HEAVY if name in sys.modules]
     if loaded:
-        raise RuntimeError(
-            f"{', '.join(loaded)} was imported before the run's environment was set"
-        )
+        raise RuntimeError(f"{', '.join(loaded)} was imported before the run's environment was set")
     os.environ.update(variables)
 
 

@@ -121,7 +121,8 @@ class RewardManager:
             if kind not in self._warned:
                 self._warned.add(kind)
                 logger.warning(
-                    "reward function %s failed on %d responses (%s); each scores %s. Further failures of "
+                    "reward function %s failed on %d responses (%s); each scores %s. Further "
+                    "failures of "
                     "this kind are only counted, in rollout/reward_failures",
                     self._config.function,
                     count,

@@ -1,4 +1,4 @@
-"""Built-in verifiers. Each has the signature of ``compute_score``; heavy libraries are imported when used."""
+"""Built-in verifiers, with the signature of ``compute_score``; libraries load when used."""
 
 from decimal import Decimal, InvalidOperation
 from typing import Any

@@ -27,7 +27,8 @@ def load_function(name: str) -> ScoreFunction:
     path, separator, attribute = name.rpartition(":")
     if not separator or not path.endswith(".py"):
         raise ValueError(
-            f"reward.function={name!r} is neither a built-in ({', '.join(BUILT_IN)}, auto) nor of the "
+            f"reward.function={name!r} is neither a built-in ({', '.join(BUILT_IN)}, auto) nor of "
+            "the "
             "form path/to/file.py:compute_score"
         )
     if not Path(path).is_file():
@@ -39,7 +40,8 @@ def load_function(name: str) -> ScoreFunction:
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(
-            f"reward.function={name!r}: importing {path} failed with {type(error).__name__}: {error}"
+            f"reward.function={name!r}: importing {path} failed with {type(error).__name__}: "
+            f"{error}"
         ) from error
     function: Any = getattr(module, attribute, None)
     if not callable(function):

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics import Console, MetricsWriter, RunHeader, read_metrics, start_rollouts
@@ -29,13 +29,14 @@ logger = logging.getLogger(__name__)
 Quiet = Callable[[Path], AbstractContextManager[None]]
 
 
-def run_training(config: RunConfig, model_path: Path, quiet: Quiet) -> Path:
+def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file: TextIO) -> Path:
     """Trains, and returns the run directory.
 
     Args:
         config: The run.
         model_path: Hugging Face directory of the starting policy.
-        quiet: Context manager that keeps third-party noise out of the console, into the given file.
+        quiet: Context manager that sends standard output and error to a file.
+        console_file: The console, which ``quiet`` leaves alone.
 
     Raises:
         ValueError: Something about the input is wrong.
@@ -55,7 +56,9 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet) -> Path:
     if is_writer:
         start_rollouts(run_dir, resume_step=resume_step)
     console = Console(
-        total_steps=config.trainer.total_steps, before=_metrics_before(run_dir, resume_step)
+        total_steps=config.trainer.total_steps,
+        file=console_file,
+        before=_metrics_before(run_dir, resume_step),
     )
     if is_writer:
         console.header(_header(config, inputs, run_dir, resume_from))

@@ -1,0 +1,105 @@
+"""Bad input ends with one sentence and exit code 2; later failures keep what was written."""
+
+import json
+import resource
+
+import pytest
+
+from support.tiny_run import megatron_rl, metrics_of, train, write_recipe
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, tiny_model_dir):
+    return write_recipe(tmp_path_factory.mktemp("errors"), tiny_model_dir("llama"))
+
+
+def refused(recipe, *overrides):
+    result = megatron_rl("train", "--config", str(recipe), *overrides)
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("megatron-rl: error: "), result.stderr
+    return lines[0]
+
+
+def test_bad_configuration_is_refused_at_once(recipe):
+    assert "did you mean 'rollout.temperature'" in refused(recipe, "rollout.temprature=1")
+    assert "groups of one" in refused(recipe, "rollout.n=1")
+    assert "did you mean 'bf16'" in refused(recipe, "precision.flow=bf61")
+    assert "cannot read the config file" in refused(recipe.with_name("absent.yaml"))
+    assert "neither a Hugging Face directory" in refused(recipe, "model.path=nowhere")
+
+
+def test_bad_data_is_refused_before_a_model_is_built(recipe, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    override = f"data.train.0.path={data}"
+    assert "does not exist" in refused(recipe, override)
+    data.write_text("")
+    assert "holds no rows" in refused(recipe, override)
+    data.write_text(json.dumps({"prompt": "a"}) + "\n")
+    assert "row 1 has no ground truth" in refused(recipe, override)
+    data.write_text('{"prompt": "a", "answer": 1}\n{broken\n')
+    assert "row 2 is not JSON" in refused(recipe, override)
+    data.write_text(json.dumps({"prompt": "x" * 50, "answer": 1}) + "\n")
+    message = refused(recipe, override)
+    assert "50 tokens" in message and "overlong_prompts=drop" in message
+    assert "no function 'absent'" in refused(
+        recipe, f"reward.function={recipe.with_name('reward.py')}:absent"
+    )
+    assert "no option of TransformerConfig" in refused(recipe, "policy.megatron={num_layer: 3}")
+
+
+def test_a_reward_that_raises_or_hangs_is_counted(recipe, tmp_path):
+    function = tmp_path / "bad.py"
+    function.write_text(
+        "import time\n"
+        "def compute_score(source, text, truth, extra=None):\n"
+        "    if len(text) % 3 == 0:\n        raise KeyError('no such thing')\n"
+        "    if len(text) % 3 == 1:\n        time.sleep(60)\n"
+        "    return 0.5\n"
+    )
+    run = train(
+        recipe,
+        "name=bad_reward",
+        f"reward.function={function}:compute_score",
+        "reward.timeout_s=0.2",
+        "trainer.total_steps=1",
+        "trainer.save_final_checkpoint=false",
+        "trainer.export_hf=false",
+        "evaluation.at_start=false",
+        "data.val=[]",
+    )
+    assert 0 < metrics_of(run)[1, "rollout/reward_failures"] <= 16
+
+
+def test_divergence_ends_the_run_and_keeps_what_was_written(recipe):
+    result = megatron_rl(
+        "train",
+        "--config",
+        str(recipe),
+        "name=diverges",
+        "policy.optimizer.lr=1e38",
+        "policy.optimizer.clip_grad=0",
+        "trainer.total_steps=5",
+        "evaluation.at_start=false",
+        "data.val=[]",
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "NaN or Inf" in result.stderr or "is nan" in result.stderr or "is inf" in result.stderr
+    assert "policy.optimizer.lr" in result.stderr
+    run = recipe.parent / "runs" / "diverges"
+    assert not list(run.glob("checkpoints/*")) and not (run / "hf").exists()
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_was_written(recipe):
+    def limit_file_size():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    result = megatron_rl(
+        "train", "--config", str(recipe), "name=full_disk", preexec_fn=limit_file_size
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "megatron-rl: the run failed" in result.stderr and "Traceback" not in result.stderr
+    run = recipe.parent / "runs" / "full_disk"
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+    assert not list(run.glob("checkpoints/*/manifest.json"))
