@@ -62,7 +62,7 @@ def plan_for_ranks(
         loads[rank] += lengths[index]
     plans = [
         [[share[i] for i in micro_batch] for micro_batch in _plan(share, lengths, max_tokens)]
-        for share in shares
+        for share in map(sorted, shares)
     ]
     count = max(len(plan) for plan in plans)
     return [_split_to(plan, count, lengths) for plan in plans]

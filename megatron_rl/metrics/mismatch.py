@@ -133,7 +133,7 @@ class MismatchAccumulator:
         Raises:
             ValueError: no response token was added.
         """
-        sums_T, maxes_T, means_T, moments_T = torch.split(self._state, _SIZES)
+        sums_T, maxes_T, means_T, moments_T = torch.split(self._state, list(_SIZES))
         sums = dict(zip(_SUMS, sums_T.tolist(), strict=True))
         maxes = dict(zip(_MAXES, maxes_T.tolist(), strict=True))
         tokens, sequences = sums["tokens"], sums["sequences"]
@@ -214,8 +214,8 @@ def _summarise(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
 
 def _combine(a: Tensor, b: Tensor) -> Tensor:
     """Merge two states."""
-    sums_a, maxes_a, means_a, moments_a = torch.split(a, _SIZES)
-    sums_b, maxes_b, means_b, moments_b = torch.split(b, _SIZES)
+    sums_a, maxes_a, means_a, moments_a = torch.split(a, list(_SIZES))
+    sums_b, maxes_b, means_b, moments_b = torch.split(b, list(_SIZES))
     sums = sums_a + sums_b
     tokens_a, tokens_b, tokens = sums_a[0], sums_b[0], sums[0].clamp(min=1)
     delta = means_b - means_a

@@ -56,7 +56,7 @@ def describe_environment(flow: PrecisionFlow) -> dict[str, Any]:
             "gpu": gpu,
         },
         "flow": flow.name,
-        "flow_summary": flow.short_str(),
+        "flow_summary": flow.short_str().partition(" ")[2].strip("()"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
