@@ -6,7 +6,9 @@ silence.
 
 import os
 import sys
+from pathlib import Path
 
+NVIDIA_DRIVER = Path("/dev/nvidiactl")
 HEAVY = ("torch", "vllm", "megatron.core", "transformer_engine")
 
 
@@ -29,6 +31,9 @@ def run_environment() -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
     }
+    if not NVIDIA_DRIVER.exists():
+        # vLLM compiles a helper of its sampler on first use: seconds of g++, for microseconds.
+        defaults["TORCHDYNAMO_DISABLE"] = "1"
     return fixed | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 

@@ -31,6 +31,8 @@ def configure_logging(level: str = "WARNING") -> None:
     )
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # A failed write of a checkpoint is raised too, with a remedy; its traceback says no more.
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module=r"(?!megatron_rl|checkpoints_tools)")
 
 

@@ -204,6 +204,8 @@ def _patch_optimizer_state() -> None:
 MODULES = (
     "megatron.core.distributed",
     "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",

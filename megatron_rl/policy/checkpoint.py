@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.models import ModelSpec
 from megatron_rl.policy.optimizer import initialize_state, torch_optimizers
@@ -33,6 +34,10 @@ MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The only layout of optimizer state that loads at another TP, PP or DP."""
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -62,7 +67,7 @@ def save_checkpoint(
         keep: Complete checkpoints to keep.
 
     Raises:
-        OSError: The disk is full or not writable; older checkpoints are untouched.
+        CheckpointError: It could not be written; older checkpoints are untouched.
     """
     directory = checkpoint_path(root, step)
     if policy.layout.rank == 0:
@@ -74,10 +79,15 @@ def save_checkpoint(
         dist_checkpointing.save(
             _state(policy, is_loading=False), str(directory), content_metadata=dict(METADATA)
         )
-    except Exception:
+    except (Exception, CheckpointException) as error:
+        # torch's CheckpointException is no Exception. The writers are processes of their own: a full disk arrives here in many shapes.
         if policy.layout.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
-        raise
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written to {directory}: {error}; earlier "
+            "checkpoints are untouched. Make room, then start the same command again, which "
+            "continues from the last complete one"
+        ) from error
     dist.barrier()
     if policy.layout.rank == 0:
         manifest = {

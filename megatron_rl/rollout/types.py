@@ -13,6 +13,10 @@ from typing import Literal
 import torch
 
 
+class NonFiniteWeights(ValueError):
+    """A weight update holds NaN or Inf: the policy has diverged."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How responses are sampled: always from the trained distribution, uncut and unpenalised."""

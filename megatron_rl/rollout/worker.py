@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_rl.rollout.types import NonFiniteWeights
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker by ``worker_extension_cls``; called through ``collective_rpc``."""
@@ -65,7 +67,7 @@ def _checked(
         seen.add(name)
         # A sum is finite only if every term is, and costs one read.
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
-            raise ValueError(f"weight sync: {name!r} holds NaN or Inf; the policy has diverged")
+            raise NonFiniteWeights(f"{name!r} holds NaN or Inf after the update")
         yield name, tensor
 
 

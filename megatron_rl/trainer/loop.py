@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.policy.policy import NonFiniteError
-from megatron_rl.rollout import Sampling, derive_seed
+from megatron_rl.rollout import NonFiniteWeights, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
 from megatron_rl.trainer.batch import RolloutBatch, make_batch
 from megatron_rl.trainer.components import Components
@@ -62,14 +62,14 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
             batch = make_batch(prompts, completions, rewards, config.algorithm)
             try:
                 metrics = update_policy(parts.policy, parts.reference, batch, config, timings)
-            except NonFiniteError as error:
+                with timings.measure("sync"):
+                    sync(parts, step)
+            except (NonFiniteError, NonFiniteWeights) as error:
                 raise NonFiniteError(
                     f"step {step}: {error}; nothing of this step was saved. Continue from the last "
                     "checkpoint with a lower policy.optimizer.lr, or look at rollouts/ for rewards "
                     "that explode"
                 ) from error
-            with timings.measure("sync"):
-                sync(parts, step)
         state.step = step
         metrics |= batch_metrics(batch) | throughput_metrics(batch, metrics, timings)
         recorder.step(step, metrics, batch, texts)

@@ -92,14 +92,20 @@ def test_divergence_ends_the_run_and_keeps_what_was_written(recipe):
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_written(recipe):
     def limit_file_size():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
 
     result = megatron_rl(
-        "train", "--config", str(recipe), "name=full_disk", preexec_fn=limit_file_size
+        "train",
+        "--config",
+        str(recipe),
+        "name=full_disk",
+        "trainer.save_interval_steps=2",
+        preexec_fn=limit_file_size,
     )
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "megatron-rl: the run failed" in result.stderr and "Traceback" not in result.stderr
+    assert "megatron-rl: the run failed" in result.stderr and "Make room" in result.stderr
+    assert "Traceback" not in result.stderr
     run = recipe.parent / "runs" / "full_disk"
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        json.loads(line)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     assert not list(run.glob("checkpoints/*/manifest.json"))
