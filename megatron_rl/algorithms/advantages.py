@@ -1,16 +1,16 @@
 """Advantages of whole responses from their scalar rewards.
 
-Why: each estimator is a few lines, but the same few faults recur in practice: groups taken by position
-after samples were reordered or dropped, NaN from the standard deviation of a single sample, and a
-group of equal rewards that gets an advantage of rounding size, which a division by its tiny standard
-deviation then blows up. The grouping below is shared, so these are handled once:
+Why: each estimator is a few lines, but the same few faults recur in practice: groups taken by
+position after samples were reordered or dropped, NaN from the standard deviation of a single
+sample, and a group of equal rewards that gets an advantage of rounding size, which a division by
+its tiny standard deviation then blows up. The grouping below is shared, so these are handled once:
 
 - a sample belongs to the group of its id, wherever it stands in the batch;
 - a group whose largest and smallest reward are equal has advantage exactly 0;
 - a group of one sample has no baseline: advantage 0, counted apart.
 
-Sums run in float64 in an order that depends on the values alone, so the order in which samples arrive
-does not change a bit. Critic-based estimators and token-level rewards are not here.
+Sums run in float64 in an order that depends on the values alone, so the order in which samples
+arrive does not change a bit. Critic-based estimators and token-level rewards are not here.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ def grpo(
 
         A_i = (r_i - mean_g(r)) / (std_g(r) + epsilon)
 
-    Source: DeepSeekMath, arXiv 2402.03300, eq. for outcome supervision. The paper does not say which
-    standard deviation; this is the sample one (divisor K - 1), as verl and TRL compute it.
+    Source: DeepSeekMath, arXiv 2402.03300, eq. for outcome supervision. The paper does not say
+    which standard deviation; this is the sample one (divisor K - 1), as verl and TRL compute it.
 
     Args:
         rewards: [B] float, finite.
@@ -73,9 +73,9 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Advantages:
 
         A_i = r_i - mean_g(r)
 
-    Source: Dr. GRPO, arXiv 2503.20783: the division gives too easy and too hard prompts more weight.
-    The other half of Dr. GRPO is the aggregation `seq-mean-token-sum-norm`.
-    Arguments and errors as for `grpo`.
+    Source: Dr. GRPO, arXiv 2503.20783: the division gives too easy and too hard prompts more
+    weight. The other half of Dr. GRPO is the aggregation `seq-mean-token-sum-norm`. Arguments and
+    errors as for `grpo`.
     """
     return grpo(rewards, group_ids, normalize_by_std=False)
 
@@ -104,8 +104,9 @@ def reinforce_baseline(
         A_i = r_i - mean_batch(r)
         A_i = (r_i - mean_batch(r)) / (std_batch(r) + epsilon)     with normalize_by_std
 
-    Source: Williams 1992, doi 10.1007/BF00992696; the normalised form is the global normalisation of
-    REINFORCE++, arXiv 2501.03262. The result depends on the whole batch: call it on the global one.
+    Source: Williams 1992, doi 10.1007/BF00992696; the normalised form is the global normalisation
+    of REINFORCE++, arXiv 2501.03262. The result depends on the whole batch: call it on the global
+    one.
     `group_ids` serve the two counts only. A batch of equal rewards has advantage exactly 0.
     Arguments and errors as for `grpo`.
     """
@@ -188,7 +189,8 @@ class _Groups:
 
     def centred(self) -> Tensor:
         """Rewards minus their group's mean, [B]; exactly 0 where all rewards of a group agree."""
-        # The mean of equal numbers is not always that number: three times 0.1 sums to more than 0.3.
+        # The mean of equal numbers is not always that number: three times 0.1 sums to more than
+        # 0.3.
         mean_G = self.sum(self.rewards_B) / self.counts_G
         centred_B = self.rewards_B - mean_G[self.index_B]
         return centred_B.masked_fill(~self.has_spread_G[self.index_B], 0.0)

@@ -2,9 +2,9 @@
 
 Why this is a module of its own: how tokens are weighted is part of the algorithm (it is the whole
 difference between GRPO, DAPO and Dr. GRPO once advantages are given), while how a mini-batch is cut
-into micro-batches and ranks is not. A mean taken per micro-batch mixes the two up: its result depends
-on the cut. Here every token's weight is a function of the *global* mini-batch, so a micro-batch only
-adds its share and the parts always sum to the same loss and gradient.
+into micro-batches and ranks is not. A mean taken per micro-batch mixes the two up: its result
+depends on the cut. Here every token's weight is a function of the *global* mini-batch, so a
+micro-batch only adds its share and the parts always sum to the same loss and gradient.
 
 The global totals:
 
@@ -12,13 +12,13 @@ The global totals:
 - `total_sequences`: samples of the mini-batch with at least one response token. A row without one
   (padding of the batch, a sample masked out as a whole) is not a sequence.
 
-Both are counted on the response mask *before* anything is left out of the computation: a sample that
-is skipped since its advantage is zero still counts, for its loss is zero, not absent; a token that a
-correction rule rejects still counts too, because rejection is an importance weight of zero. Pass the
-rejecting weight in the values, and the response mask as `mask`.
+Both are counted on the response mask *before* anything is left out of the computation: a sample
+that is skipped since its advantage is zero still counts, for its loss is zero, not absent; a token
+that a correction rule rejects still counts too, because rejection is an importance weight of zero.
+Pass the rejecting weight in the values, and the response mask as `mask`.
 
-This module does not all-reduce the totals and does not undo the averaging that a data-parallel wrapper
-or a pipeline schedule applies; the caller does.
+This module does not all-reduce the totals and does not undo the averaging that a data-parallel
+wrapper or a pipeline schedule applies; the caller does.
 """
 
 from typing import Literal, get_args
@@ -72,7 +72,8 @@ def token_weights(
     The loss is `(weights * token_losses).sum()`, added over all micro-batches and ranks.
 
     Args:
-        mask: [B, S] bool or 0/1, the response tokens of any part of the mini-batch. A sequence must be
+        mask: [B, S] bool or 0/1, the response tokens of any part of the mini-batch. A sequence must
+        be
             whole: `seq-mean-token-mean` divides by the tokens of its row.
         mode: one of `AGGREGATION_MODES`.
         total_tokens: response tokens of the global mini-batch.

@@ -1,27 +1,27 @@
 """Correction of the mismatch between the policy that sampled and the policy that is differentiated.
 
 Rollout and trainer compute the log-prob of the same token with different arithmetic (or different
-weights), so a batch is off-policy even when it is fresh. With d_t = log train - log rollout of a sampled
-token, the importance ratio is rho_t = exp(d_t), and of a sequence exp(sum d_t). Each rule below turns
-ratios into weights for the per-token loss, in one order:
+weights), so a batch is off-policy even when it is fresh. With d_t = log train - log rollout of a
+sampled token, the importance ratio is rho_t = exp(d_t), and of a sequence exp(sum d_t). Each rule
+below turns ratios into weights for the per-token loss, in one order:
 
     clamp the log ratio to +-20  ->  reject (edit the mask)  ->  truncate  ->  detach
 
-A weight is 0 wherever the corrected mask is False, so `weights * loss` under the *response* mask and its
-totals is the importance-sampled estimate; renormalising by the corrected mask instead would turn each
-rejection into a larger step for the rest (see `aggregation`). On agreement every weight is exactly 1 and
-nothing is rejected.
+A weight is 0 wherever the corrected mask is False, so `weights * loss` under the *response* mask
+and its totals is the importance-sampled estimate; renormalising by the corrected mask instead would
+turn each rejection into a larger step for the rest (see `aggregation`). On agreement every weight
+is exactly 1 and nothing is rejected.
 
-Rules chain: pass one rule's `mask` to the next and multiply the weights. A sequence rule then sees the
-tokens that are left.
+Rules chain: pass one rule's `mask` to the next and multiply the weights. A sequence rule then sees
+the tokens that are left.
 
 Use a correction only where the loss's ratio is taken against the *trainer's* log-probs (decoupled:
-old = recomputed). Where the rollout's log-probs serve as the old ones (bypass), the loss's own ratio
-already contains rho; multiplying again squares it.
+old = recomputed). Where the rollout's log-probs serve as the old ones (bypass), the loss's own
+ratio already contains rho; multiplying again squares it.
 
-Sources: token truncation, F. Yao et al. 2025, fengyao.notion.site/off-policy-rl; sequence truncation,
-sequence masking and geometric rejection, J. Liu, Y. Li et al. 2025, richardli.xyz/rl-collapse, and
-arXiv 2510.26788 for masking; IcePop, Ring-1T, arXiv 2510.18855.
+Sources: token truncation, F. Yao et al. 2025, fengyao.notion.site/off-policy-rl; sequence
+truncation, sequence masking and geometric rejection, J. Liu, Y. Li et al. 2025,
+richardli.xyz/rl-collapse, and arXiv 2510.26788 for masking; IcePop, Ring-1T, arXiv 2510.18855.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ from torch import Tensor
 from megatron_rl.algorithms._checks import full_precision, response_mask
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to plus or minus this, after summing over the sequence for sequence rules."""
+"""Log ratios are clamped to plus or minus this, after summing over the sequence for sequence
+rules."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -45,8 +46,10 @@ class Correction:
     """[B, S] bool, the response tokens that were kept."""
     metrics: dict[str, float]
     """Of this call's response tokens; empty when there is none. Under `rollout_corr/`:
-    `rollout_is_mean`, `rollout_is_max`, `rollout_is_min`: weights of the kept tokens (0 if none is);
-    `rollout_is_ratio_fraction_high`, `_low`: share of tokens whose ratio lies beyond the rule's bound;
+    `rollout_is_mean`, `rollout_is_max`, `rollout_is_min`: weights of the kept tokens (0 if none
+    is);
+    `rollout_is_ratio_fraction_high`, `_low`: share of tokens whose ratio lies beyond the rule's
+    bound;
     `rollout_rs_masked_fraction`: share of tokens rejected;
     `rollout_rs_seq_masked_fraction`: share of sequences that lost a token."""
 
@@ -65,8 +68,8 @@ def token_tis(train_lp: Tensor, rollout_lp: Tensor, mask: Tensor, cap: float) ->
         cap: largest weight, at least 1; 2 is usual.
 
     Raises:
-        ValueError: a log-prob that is not finite under the mask, `cap` < 1, shapes or dtypes that do
-            not fit.
+        ValueError: a log-prob that is not finite under the mask, `cap` < 1, shapes or dtypes that
+            do not fit.
     """
     _require_cap(cap)
     mask, log_ratio = _log_ratio(train_lp, rollout_lp, mask)
@@ -109,8 +112,8 @@ def geometric_rejection(
 
         w = 1  if low <= exp(mean_t d_t) <= high  else 0
 
-    Does not punish length, which a product of ratios does. Not an importance weight: chain `token_tis`
-    after it for one.
+    Does not punish length, which a product of ratios does. Not an importance weight: chain
+    `token_tis` after it for one.
 
     Args:
         train_lp: as for `token_tis`.

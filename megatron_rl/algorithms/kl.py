@@ -20,8 +20,8 @@ the KL is not an estimate of its gradient (arXiv 2506.09477). Over tokens sample
 so `k1` belongs in the reward (detached), and `k2` or `k3` in the loss. GRPO uses k3
 (arXiv 2402.03300).
 
-All three work token by token and read no mask: what they return at a padded position is whatever the
-two inputs make of it, so aggregate with the mask, and keep padding finite where gradients flow.
+All three work token by token and read no mask: what they return at a padded position is whatever
+the two inputs make of it, so aggregate with the mask, and keep padding finite where gradients flow.
 """
 
 import torch
@@ -30,7 +30,8 @@ from torch import Tensor
 from megatron_rl.algorithms._checks import full_precision
 
 MAX_LOG_RATIO = 20.0
-"""Upper clamp of log r in `k3`: exp(20) = 4.9e8 is far from float32's range, exp(89) is outside it."""
+"""Upper clamp of log r in `k3`: exp(20) = 4.9e8 is far from float32's range, exp(89) is outside
+it."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -38,7 +39,8 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     Args:
         logprobs: [B, S] float32, log-probs of the sampled tokens under the policy.
-        ref_logprobs: [B, S] float32, the same tokens under the reference; no gradient flows into it.
+        ref_logprobs: [B, S] float32, the same tokens under the reference; no gradient flows into
+        it.
 
     Returns:
         [B, S] float32, in nats.

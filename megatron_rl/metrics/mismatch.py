@@ -1,9 +1,9 @@
 """How far the trainer's log-probs are from those of the rollout engine that sampled the tokens.
 
-Why: in RL the two are computed by different programs. Their difference is the first thing to look at in
-a run that stops learning, and it has to be exactly 0 where a precision flow promises bitwise agreement.
-The numbers here are therefore exact in that case, not merely small, and the same however the batch was
-cut into micro-batches and ranks.
+Why: in RL the two are computed by different programs. Their difference is the first thing to look
+at in a run that stops learning, and it has to be exactly 0 where a precision flow promises bitwise
+agreement. The numbers here are therefore exact in that case, not merely small, and the same however
+the batch was cut into micro-batches and ranks.
 
 Over the response tokens, which were sampled by the rollout engine, with
 
@@ -27,11 +27,11 @@ and over the sequences that have a response token, with D = sum of d and n its n
     rollout_corr/token_mult_prob_error        mean of exp |d|; healthy below about 1.05 (NeMo-RL)
     rollout_corr/exact_share                  share of tokens whose two log-probs are the same number
 
-Log-ratios are clamped to +-20 inside exp, so one wild token cannot make a metric infinite; d itself is
-not. All arithmetic is in float64. Keys follow verl's, whose dashboards users have.
+Log-ratios are clamped to +-20 inside exp, so one wild token cannot make a metric infinite; d itself
+is not. All arithmetic is in float64. Keys follow verl's, whose dashboards users have.
 
-Nothing is corrected here (see `megatron_rl.algorithms.correction`), nothing is judged, and there is no
-process group: ranks exchange `MismatchAccumulator.state()`.
+Nothing is corrected here (see `megatron_rl.algorithms.correction`), nothing is judged, and there is
+no process group: ranks exchange `MismatchAccumulator.state()`.
 """
 
 import math
@@ -98,8 +98,9 @@ class MismatchAccumulator:
         metrics = MismatchAccumulator.from_states(torch.stack(states)).metrics()
 
     A gather rather than a sum, because variances and the correlation are kept as centred moments
-    (Chan, Golub, LeVeque 1979): raw sums of squares cancel when probabilities hardly vary, and centred
-    ones cannot be added without their means. It also makes every rank's result the same to the bit.
+    (Chan, Golub, LeVeque 1979): raw sums of squares cancel when probabilities hardly vary, and
+    centred ones cannot be added without their means. It also makes every rank's result the same to
+    the bit.
     """
 
     def __init__(self) -> None:

@@ -80,11 +80,13 @@ def save_checkpoint(
             _state(policy, is_loading=False), str(directory), content_metadata=dict(METADATA)
         )
     except (Exception, CheckpointException) as error:
-        # torch's CheckpointException is no Exception. The writers are processes of their own: a full disk arrives here in many shapes.
+        # torch's CheckpointException is no Exception. The writers are processes of their own: a full
+        # disk arrives here in many shapes, some with tracebacks of theirs.
         if policy.layout.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {directory}: {error}; earlier "
+            f"the checkpoint of step {step} could not be written to {directory}: "
+            f"{_last_line(error)}; earlier "
             "checkpoints are untouched. Make room, then start the same command again, which "
             "continues from the last complete one"
         ) from error
@@ -214,6 +216,11 @@ def _install_adaptor() -> None:
         from megatron_rl.platforms.cpu_megatron import install
 
         install()
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
