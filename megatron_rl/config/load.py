@@ -105,7 +105,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def dump_config(config: ConfigSection) -> str:
     """The resolved configuration as YAML that :func:`load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
+    return text
 
 
 def _without_consequences(problems: list[Any]) -> list[Any]:

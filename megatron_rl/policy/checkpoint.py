@@ -80,8 +80,8 @@ def save_checkpoint(
             _state(policy, is_loading=False), str(directory), content_metadata=dict(METADATA)
         )
     except (Exception, CheckpointException) as error:
-        # torch's CheckpointException is no Exception. The writers are processes of their own: a full
-        # disk arrives here in many shapes, some with tracebacks of theirs.
+        # torch's CheckpointException is no Exception. The writers are processes of their own, so
+        # a full disk arrives here in many shapes, some with tracebacks of theirs.
         if policy.layout.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(
