@@ -9,8 +9,9 @@ its tiny standard deviation then blows up. The grouping below is shared, so thes
 - a group whose largest and smallest reward are equal has advantage exactly 0;
 - a group of one sample has no baseline: advantage 0, counted apart.
 
-Sums run in float64 in an order that depends on the values alone, so the order in which samples
-arrive does not change a bit. Critic-based estimators and token-level rewards are not here.
+Sums run on the CPU, in float64, in an order that depends on the values alone: neither the order in
+which samples arrive nor an atomic add on a GPU changes a bit. Critic-based estimators and
+token-level rewards are not here.
 """
 
 from collections.abc import Callable
@@ -47,8 +48,8 @@ def grpo(
 
         A_i = (r_i - mean_g(r)) / (std_g(r) + epsilon)
 
-    Source: DeepSeekMath, arXiv 2402.03300, eq. for outcome supervision. The paper does not say
-    which standard deviation; this is the sample one (divisor K - 1), as verl and TRL compute it.
+    Source: DeepSeekMath, arXiv 2402.03300, outcome supervision. The paper does not say which
+    standard deviation; this is the sample one (divisor K - 1), as verl and TRL compute it.
 
     Args:
         rewards: [B] float, finite.
@@ -105,8 +106,7 @@ def reinforce_baseline(
         A_i = (r_i - mean_batch(r)) / (std_batch(r) + epsilon)     with normalize_by_std
 
     Source: Williams 1992, doi 10.1007/BF00992696; the normalised form is the global normalisation
-    of REINFORCE++, arXiv 2501.03262. The result depends on the whole batch: call it on the global
-    one.
+    of REINFORCE++, arXiv 2501.03262. It depends on every sample: call it on the global batch.
     `group_ids` serve the two counts only. A batch of equal rewards has advantage exactly 0.
     Arguments and errors as for `grpo`.
     """
@@ -142,8 +142,9 @@ def get_estimator(name: str) -> Callable[[Tensor, Tensor], Advantages]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class _Groups:
-    """Rewards by group. B samples, G groups; float64."""
+    """Rewards by group. B samples, G groups; float64 on the CPU."""
 
+    device: torch.device
     rewards_B: Tensor
     index_B: Tensor
     order_B: Tensor
@@ -168,12 +169,15 @@ class _Groups:
                 f"the reward of sample {sample} is {rewards[sample].item()}, expected a finite "
                 "number; make the reward function return one, or drop the sample before this."
             )
-        rewards_B = rewards.detach().double()
-        _, index_B, counts_G = torch.unique(group_ids, return_inverse=True, return_counts=True)
+        rewards_B = rewards.detach().cpu().double()
+        _, index_B, counts_G = torch.unique(
+            group_ids.cpu(), return_inverse=True, return_counts=True
+        )
         by_value_B = torch.argsort(rewards_B, stable=True)
         order_B = by_value_B[torch.argsort(index_B[by_value_B], stable=True)]
-        empty_G = torch.zeros(counts_G.shape, dtype=torch.float64, device=rewards.device)
+        empty_G = torch.zeros(counts_G.shape, dtype=torch.float64)
         return _Groups(
+            device=rewards.device,
             rewards_B=rewards_B,
             index_B=index_B,
             order_B=order_B,
@@ -189,8 +193,7 @@ class _Groups:
 
     def centred(self) -> Tensor:
         """Rewards minus their group's mean, [B]; exactly 0 where all rewards of a group agree."""
-        # The mean of equal numbers is not always that number: three times 0.1 sums to more than
-        # 0.3.
+        # The mean of equal numbers is not always that number: 0.1 + 0.1 + 0.1 is not 3 * 0.1.
         mean_G = self.sum(self.rewards_B) / self.counts_G
         centred_B = self.rewards_B - mean_G[self.index_B]
         return centred_B.masked_fill(~self.has_spread_G[self.index_B], 0.0)
@@ -198,7 +201,7 @@ class _Groups:
     def result(self, values_B: Tensor) -> Advantages:
         single_G = self.counts_G == 1
         return Advantages(
-            values=values_B.float(),
+            values=values_B.float().to(self.device),
             num_zero_spread_groups=int((~self.has_spread_G & ~single_G).sum()),
             num_singleton_groups=int(single_G.sum()),
         )

@@ -72,9 +72,8 @@ def token_weights(
     The loss is `(weights * token_losses).sum()`, added over all micro-batches and ranks.
 
     Args:
-        mask: [B, S] bool or 0/1, the response tokens of any part of the mini-batch. A sequence must
-        be
-            whole: `seq-mean-token-mean` divides by the tokens of its row.
+        mask: [B, S] bool or 0/1, the response tokens of any part of the mini-batch. A row must hold
+            its whole sequence: `seq-mean-token-mean` divides by the row's tokens.
         mode: one of `AGGREGATION_MODES`.
         total_tokens: response tokens of the global mini-batch.
         total_sequences: sequences with at least one response token in the global mini-batch.

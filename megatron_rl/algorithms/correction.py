@@ -32,8 +32,7 @@ from torch import Tensor
 from megatron_rl.algorithms._checks import full_precision, response_mask
 
 MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to plus or minus this, after summing over the sequence for sequence
-rules."""
+"""Log ratios are clamped to plus or minus this; sequence rules sum first, then clamp."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -45,13 +44,13 @@ class Correction:
     mask: Tensor
     """[B, S] bool, the response tokens that were kept."""
     metrics: dict[str, float]
-    """Of this call's response tokens; empty when there is none. Under `rollout_corr/`:
-    `rollout_is_mean`, `rollout_is_max`, `rollout_is_min`: weights of the kept tokens (0 if none
-    is);
-    `rollout_is_ratio_fraction_high`, `_low`: share of tokens whose ratio lies beyond the rule's
-    bound;
-    `rollout_rs_masked_fraction`: share of tokens rejected;
-    `rollout_rs_seq_masked_fraction`: share of sequences that lost a token."""
+    """Of this call's response tokens, empty when there is none. Under `rollout_corr/`:
+
+    - `rollout_is_mean`, `_max`, `_min`: weights of the kept tokens; 0 if none was kept
+    - `rollout_is_ratio_fraction_high`, `_low`: share of tokens whose ratio is beyond the bound
+    - `rollout_rs_masked_fraction`: share of tokens rejected
+    - `rollout_rs_seq_masked_fraction`: share of sequences that lost a token
+    """
 
 
 def token_tis(train_lp: Tensor, rollout_lp: Tensor, mask: Tensor, cap: float) -> Correction:

@@ -14,8 +14,8 @@ the KL is not an estimate of its gradient (arXiv 2506.09477). Over tokens sample
     gradient                         its expectation
     d k1 = d log policy              0: noise, no regularisation at all
     d k2 = -log r * d log policy     d KL(policy || reference): what the formula promises
-    d k3 = (1 - r) * d log policy    d KL(reference || policy): the other direction, equal to k2's to
-                                     first order near agreement
+    d k3 = (1 - r) * d log policy    d KL(reference || policy): the other direction, equal to
+                                     k2's to first order near agreement
 
 so `k1` belongs in the reward (detached), and `k2` or `k3` in the loss. GRPO uses k3
 (arXiv 2402.03300).
@@ -30,8 +30,7 @@ from torch import Tensor
 from megatron_rl.algorithms._checks import full_precision
 
 MAX_LOG_RATIO = 20.0
-"""Upper clamp of log r in `k3`: exp(20) = 4.9e8 is far from float32's range, exp(89) is outside
-it."""
+"""Upper clamp of log r in `k3`: exp(20) is 4.9e8, and exp(89) would leave float32's range."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -39,8 +38,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     Args:
         logprobs: [B, S] float32, log-probs of the sampled tokens under the policy.
-        ref_logprobs: [B, S] float32, the same tokens under the reference; no gradient flows into
-        it.
+        ref_logprobs: [B, S] float32, the same tokens under the reference; gets no gradient.
 
     Returns:
         [B, S] float32, in nats.

@@ -72,8 +72,8 @@ def clipped_surrogate(
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
         l = min(l, -dual_clip * A)                                where A < 0
 
-    Sources: PPO, arXiv 1707.06347; clip-higher, DAPO, arXiv 2503.14476; dual clip, arXiv
-    1912.09729.
+    Sources: PPO, arXiv 1707.06347; clip-higher from DAPO, arXiv 2503.14476; dual clip,
+    arXiv 1912.09729.
 
     Args:
         inputs: see `PolicyLossInputs`.
@@ -97,7 +97,7 @@ def gspo(inputs: PolicyLossInputs, *, clip_low: float, clip_high: float) -> Poli
         s = exp((1 / |y|) sum_t log r_t)
         l_t = -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A),   s_t = sg[s] r_t / sg[r_t]
 
-    Source: GSPO, arXiv 2507.18071, in its token form (its eq. for GSPO-token), which has the value
+    Source: GSPO, arXiv 2507.18071, in its token form (GSPO-token), which has the value
     and the gradient of the sequence form under the aggregation `seq-mean-token-mean`, the one to
     use. A row must hold its whole sequence. Bounds are a thousand times tighter than PPO's: the
     paper uses 3e-4 and 4e-4. Arguments and errors as for `clipped_surrogate`.
@@ -117,8 +117,7 @@ def cispo(inputs: PolicyLossInputs, *, clip_low: float, clip_high: float) -> Pol
 
     Source: CISPO, MiniMax-M1, arXiv 2506.13585, which leaves the lower side open (clip_low = 1).
     The value of this loss is not comparable with a surrogate's; only its gradient has a meaning.
-    Clipping does not look at the advantage's sign here. Arguments and errors as for
-    `clipped_surrogate`.
+    Clipping does not look at the advantage's sign. Arguments and errors as for `clipped_surrogate`.
     """
     tokens = _Tokens.of(inputs)
     low, high = _range(clip_low, clip_high)

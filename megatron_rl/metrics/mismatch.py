@@ -7,7 +7,7 @@ the batch was cut into micro-batches and ranks.
 
 Over the response tokens, which were sampled by the rollout engine, with
 
-    d = log train - log rollout,    rho = exp(d),    p = train probability,    q = rollout probability
+    d = log train - log rollout,   rho = exp(d),   p = train probability,   q = rollout probability
 
 and over the sequences that have a response token, with D = sum of d and n its number of tokens:
 
@@ -19,13 +19,13 @@ and over the sequences that have a response token, with D = sum of d and n its n
     rollout_corr/kl                           mean of -d: estimates KL(rollout || train)
     rollout_corr/k3_kl                        mean of rho - 1 - d: the same, never negative
     rollout_corr/logp_diff_abs_mean, _max     mean, max of |d|
-    rollout_corr/log_ppl_diff                 sequence mean of -D / n: log perplexity, train - rollout
+    rollout_corr/log_ppl_diff                 sequence mean of -D / n: log ppl of train - rollout
     rollout_corr/ppl_ratio                    sequence mean of exp(-D / n)
     rollout_corr/chi2_token                   mean of rho^2, minus 1
     rollout_corr/chi2_seq                     sequence mean of exp(D)^2, minus 1
     rollout_corr/ess                          (sum rho)^2 / (tokens * sum rho^2), in (0, 1]
     rollout_corr/token_mult_prob_error        mean of exp |d|; healthy below about 1.05 (NeMo-RL)
-    rollout_corr/exact_share                  share of tokens whose two log-probs are the same number
+    rollout_corr/exact_share                  share of tokens whose two log-probs are equal
 
 Log-ratios are clamped to +-20 inside exp, so one wild token cannot make a metric infinite; d itself
 is not. All arithmetic is in float64. Keys follow verl's, whose dashboards users have.
@@ -99,8 +99,7 @@ class MismatchAccumulator:
 
     A gather rather than a sum, because variances and the correlation are kept as centred moments
     (Chan, Golub, LeVeque 1979): raw sums of squares cancel when probabilities hardly vary, and
-    centred ones cannot be added without their means. It also makes every rank's result the same to
-    the bit.
+    centred ones cannot be added without their means. It also gives every rank the same bits.
     """
 
     def __init__(self) -> None:
@@ -183,14 +182,13 @@ def _summarise(train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -
     # expm1 and not exp - 1: chi2 and k3 are of the order of d^2, far below the rounding of 1.
     below_N = d_N.clamp(max=_MAX_LOG_RATIO)
     sum_B = d_BS.sum(dim=1)
-    # 0 - x and not -x: agreement then reads 0.0, never -0.0.
-    log_ppl_diff_B = (0.0 - sum_B) / mask_BS.sum(dim=1)
+    log_ppl_diff_B = -sum_B / mask_BS.sum(dim=1)
     sums = torch.stack(
         [
             mask_BS.sum().double(),
             keep_B.sum().double(),
             equal_N.sum().double(),
-            (0.0 - d_N).sum(),
+            (-d_N).sum(),
             d_N.abs().sum(),
             (torch.expm1(below_N) - below_N).sum(),
             torch.exp(clamped_N).sum(),

@@ -1,3 +1,4 @@
+import itertools
 import math
 import statistics
 
@@ -116,6 +117,25 @@ def test_equal_rewards_give_exactly_zero(estimator, reward, size, other):
     assert torch.equal(result.values[:size], torch.zeros(size))
     assert result.num_zero_spread_groups == 1
     assert result.num_singleton_groups == 0
+
+
+@pytest.mark.parametrize("estimator", GROUPED)
+def test_the_rounding_of_a_mean_is_no_advantage(estimator):
+    """In float64 the mean of three times 0.1 is not 0.1."""
+    rewards = torch.tensor([0.1] * 3, dtype=torch.float64)
+    assert (rewards - rewards.sum() / 3).abs().max() > 0
+    assert torch.equal(estimator(rewards, torch.zeros(3, dtype=torch.int64)).values, torch.zeros(3))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_sums_that_depend_on_their_order_do_not(estimator):
+    """1e16 + 1 - 1e16 is 0 or 1, depending on the order."""
+    rewards = torch.tensor([1e16, 1.0, -1e16, 1.0], dtype=torch.float64)
+    ids = torch.zeros(4, dtype=torch.int64)
+    expected = estimator(rewards, ids).values
+    for order in itertools.permutations(range(4)):
+        index = torch.tensor(order)
+        assert torch.equal(estimator(rewards[index], ids).values, expected[index])
 
 
 @pytest.mark.parametrize("estimator", GROUPED)

@@ -239,6 +239,26 @@ def test_wild_tokens_stay_finite():
         assert all(math.isfinite(value) for value in metrics.values())
         assert metrics["rollout_corr/logp_diff_abs_max"] > 9e4
         assert 0 < metrics["rollout_corr/ess"] <= 1
+    # One token of three has all the weight.
+    lone = mismatch_metrics(torch.zeros(1, 3), torch.tensor([[-50.0, 0.0, 0.0]]), torch.ones(1, 3))
+    assert lone["rollout_corr/ess"] == pytest.approx(1 / 3)
+    assert lone["rollout_corr/chi2_seq"] == pytest.approx(math.exp(40))
+
+
+def test_identical_constants_correlate():
+    x = torch.full((2, 3), -0.7)
+    metrics = mismatch_metrics(x, x.clone(), torch.ones(2, 3))
+    assert all(value == (1.0 if key in ONES else 0.0) for key, value in metrics.items())
+
+
+def test_small_mismatch_keeps_its_digits():
+    """At |d| = 1e-6, exp(d) - 1 - d would have three digits left."""
+    rollout = torch.full((2, 3), -1.0, dtype=torch.float64)
+    metrics = mismatch_metrics(rollout + 1e-6, rollout, torch.ones(2, 3))
+    d = (rollout + 1e-6 - rollout)[0, 0].item()
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(d**2 / 2 + d**3 / 6, rel=1e-9, abs=0)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(math.expm1(2 * d), rel=1e-12, abs=0)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx(math.expm1(6 * d), rel=1e-12, abs=0)
 
 
 def test_state_is_a_copy_and_an_empty_part_changes_nothing():
