@@ -4,9 +4,10 @@ A checkpoint holds the model, the optimizer (FP32 master weights and moments), t
 random states and whatever the trainer adds. It is *complete* when its manifest exists: the manifest
 is written last, and a directory without one is never resumed from.
 
-Three traps of torch's Adam under Megatron's distributed optimizer are handled here and tested: an
+Traps that are handled here and tested. torch's Adam under Megatron's distributed optimizer: an
 optimizer that never stepped has no state to load into; its ``step`` has no shard; and after a load
-all parameters share one ``step`` tensor, which would then count once a parameter.
+all parameters share one ``step`` tensor, which would then count once a parameter. Megatron's
+schedule: a load adds the saved steps to those already taken.
 """
 
 import json
@@ -160,6 +161,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
         state = dist_checkpointing.load(_state(policy, is_loading=True), str(directory))
         policy.model.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
+    policy.scheduler.num_steps = 0  # Megatron's scheduler adds the saved steps to its own
     policy.scheduler.load_state_dict(state["scheduler"])
     for inner in torch_optimizers(policy.optimizer):
         for values in inner.state.values():

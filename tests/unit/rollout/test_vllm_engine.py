@@ -91,6 +91,12 @@ def test_two_syncs_equal_a_fresh_engine(
     assert [c.logprobs for c in after] == [c.logprobs for c in expected]
     assert [c.logprobs for c in after] != [c.logprobs for c in before]
 
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    for name, tensor in policy.named_tensors():
+        assert torch.equal(model.state_dict()[name], tensor.float()), name
+
 
 def test_a_call_repeats_whatever_the_batch(policy_and_engine):
     _, engine = policy_and_engine("llama", "bf16")
