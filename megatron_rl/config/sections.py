@@ -119,8 +119,6 @@ class RolloutConfig(ConfigSection):
     """Memory for the engine's KV cache, in GiB."""
     seed_mode: Literal["per_request", "none"] = "per_request"
     """``per_request``: a run repeats (seeded by run seed, step, prompt, sample)."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """Time limit of one rollout."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM engine arguments, by vLLM's own names."""
 
