@@ -49,6 +49,8 @@ class PolicyConfig(ConfigSection):
     """Ranks that split each layer (TP)."""
     pipeline_model_parallel_size: int = Field(default=1, gt=0)
     """Pipeline stages (PP)."""
+    sequence_parallel: bool = False
+    """Split norms and residual stream over TP ranks along the tokens (SP); needs TP > 1."""
     micro_batch_tokens: int = Field(default=8192, gt=0)
     """Most tokens in one forward/backward; a longer single prompt group still runs alone."""
     share_prompt_prefix: bool = True

@@ -43,17 +43,9 @@ def plan_for_ranks(
         max_tokens: Budget of a micro-batch.
 
     Returns:
-        ``[rank][micro-batch][index]``; every rank has as many micro-batches as any other.
-
-    Raises:
-        ValueError: There are fewer items than ranks, so that a rank would have nothing to run.
+        ``[rank][micro-batch][index]``; every rank has as many micro-batches as any other, of which
+        some are empty where a rank has too few items.
     """
-    if len(lengths) < num_ranks:
-        raise ValueError(
-            f"{len(lengths)} prompt groups cannot be shared out over {num_ranks} data-parallel "
-            "ranks; "
-            "raise data.train_batch_size"
-        )
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -67,6 +67,7 @@ class ExecutionOptions:
     chunk_tokens: int
     temperature: float
     with_entropy: bool
+    pad_to_multiple: int
 
 
 def run_groups(
@@ -92,11 +93,12 @@ def run_groups(
     plan = plan_for_ranks(
         [unit.num_tokens for unit in units], layout.dp_size, options.micro_batch_tokens
     )
+    device = next(chunks[0].parameters()).device
     micro_batches = [
-        pack_groups([units[i] for i in indices]) for indices in plan[layout.dp_rank] if indices
+        pack_groups([units[i] for i in indices], pad_to_multiple=options.pad_to_multiple).to(device)
+        for indices in plan[layout.dp_rank]
     ]
-    num_micro_batches = len(plan[layout.dp_rank])
-    assert len(micro_batches) == num_micro_batches, "an empty micro-batch"
+    num_micro_batches = len(micro_batches)
     values = _Collector(shape)
     if num_micro_batches:
         get_forward_backward_func()(
@@ -127,8 +129,9 @@ class _Collector:
         entropy: torch.Tensor,
         loss: torch.Tensor,
     ) -> None:
-        self.logprobs[packed.rows, packed.columns] = logprobs.detach().cpu()
-        self.entropy[packed.rows, packed.columns] = entropy.detach().cpu()
+        place = packed.rows.cpu(), packed.columns.cpu()
+        self.logprobs[place] = logprobs.detach().cpu()
+        self.entropy[place] = entropy.detach().cpu()
         self.loss += loss.detach().double().cpu()
 
     def reduced(self, layout: ParallelLayout, num_tokens: int) -> TokenValues:
@@ -169,8 +172,8 @@ def _forward_step(
             outputs: tuple[torch.Tensor, torch.Tensor],
         ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             logprobs, entropy = outputs
-            if objective is None:
-                total = logprobs.new_zeros(())
+            if objective is None or not len(logprobs):
+                total = logprobs.sum() * 0.0
             else:
                 total = objective(logprobs, entropy, packed.rows, packed.columns)
             values.add(packed, logprobs, entropy, total)

@@ -62,8 +62,10 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=pp,
+        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
         pipeline_dtype=megatron_precision(flow)["params_dtype"] if pp > 1 else None,
         variable_seq_lengths=pp > 1,
+        moe_token_dispatcher_type="alltoall",  # the only one that variable lengths allow
         # The loss arrives normalised over the global mini-batch; Megatron must only sum.
         calculate_per_token_loss=True,
         perform_initialization=False,
@@ -159,7 +161,8 @@ class PolicyModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden)
+            # The head sums its input's gradient over TP ranks itself.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         weight, shard = self.head()
         hidden = hidden.squeeze(1)
         if return_logits:

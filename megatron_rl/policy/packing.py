@@ -14,7 +14,7 @@ Shapes: ``T`` tokens in the stream, ``R`` predicted (response) tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -81,6 +81,11 @@ class PackedGroups:
         """``T``."""
         return self.input_ids.shape[1]
 
+    def to(self, device: torch.device) -> "PackedGroups":
+        """The same on a device."""
+        tensors = ("input_ids", "position_ids", "predict_index", "target_ids", "rows", "columns")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
+
 
 def split_groups(groups: Sequence[PromptGroup], *, share_prefix: bool) -> list[PromptGroup]:
     """The groups themselves, or one group a response when prompts are not shared."""
@@ -93,8 +98,13 @@ def split_groups(groups: Sequence[PromptGroup], *, share_prefix: bool) -> list[P
     ]
 
 
-def pack_groups(groups: Sequence[PromptGroup]) -> PackedGroups:
+def pack_groups(groups: Sequence[PromptGroup], *, pad_to_multiple: int = 1) -> PackedGroups:
     """Packs groups into one stream.
+
+    Args:
+        groups: The groups; none makes a stream of padding, for a rank that has nothing to compute.
+        pad_to_multiple: Tokens are added until ``T`` is a multiple (sequence parallelism splits the
+            stream evenly). They form a group of their own and predict nothing.
 
     Raises:
         ValueError: A prompt or a response is empty.
@@ -130,6 +140,11 @@ def pack_groups(groups: Sequence[PromptGroup]) -> PackedGroups:
                 response_lengths=tuple(len(r.token_ids) - 1 for r in group.responses),
             )
         )
+    padding = -len(tokens) % pad_to_multiple or (0 if tokens else pad_to_multiple)
+    if padding:
+        spans.append(GroupSpan(start=len(tokens), prompt_length=padding, response_lengths=()))
+        tokens.extend([0] * padding)
+        positions.extend(range(padding))
     return PackedGroups(
         input_ids=torch.tensor([tokens], dtype=torch.int64),
         position_ids=torch.tensor([positions], dtype=torch.int64),

@@ -6,7 +6,6 @@ whether there is more than one rank.
 
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -52,8 +51,13 @@ def initialize(config: PolicyConfig, seed: int, *, timeout_s: float = 600.0) -> 
     else:
         torch.cuda.set_device(platform.device)
     if not dist.is_initialized():
-        _set_single_process_environment()
-        dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_s))
+        limits = {"timeout": timedelta(seconds=timeout_s)}
+        if "RANK" in os.environ:
+            dist.init_process_group(platform.backend, **limits)
+        else:
+            # A world of one needs no port, and leaves no variables for child processes to read.
+            store = dist.HashStore()
+            dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, **limits)
     from megatron.core import parallel_state, tensor_parallel
 
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
@@ -92,16 +96,3 @@ def shutdown() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _set_single_process_environment() -> None:
-    """Fills the rendezvous variables that a launcher would set, for a world of one."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    defaults |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)

@@ -22,7 +22,7 @@ from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_con
 from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
 from megatron_rl.policy.packing import PromptGroup
 from megatron_rl.policy.parallel import ParallelLayout
-from megatron_rl.policy.weights import export_hf_weights, load_hf_weights
+from megatron_rl.policy.weights import export_hf_weights, load_hf_weights, mark_tensor_parallel
 from megatron_rl.precision import PrecisionFlow
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class FrozenPolicy:
         self.parameters.check_tp(layout.tp_size)
         self.megatron_config = transformer_config(spec, flow, config)
         self.model = PolicyModel(spec, self.megatron_config).to(current_platform().device)
+        mark_tensor_parallel(self.model, self.parameters)
         half = self.megatron_config.bf16 or self.megatron_config.fp16
         self.wrapped: torch.nn.Module = (
             Float16Module(self.megatron_config, self.model) if half else self.model
@@ -97,7 +98,9 @@ class FrozenPolicy:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor) pairs in layer order; they may share the model's memory."""
-        return export_hf_weights(self.model, self.parameters, self.layout)
+        return export_hf_weights(
+            self.model, self.parameters, self.layout, self.megatron_config.params_dtype
+        )
 
     def _chunks(self) -> list[torch.nn.Module]:
         return [self.wrapped]
@@ -107,6 +110,7 @@ class FrozenPolicy:
             micro_batch_tokens=self.config.micro_batch_tokens,
             share_prefix=self.config.share_prompt_prefix,
             chunk_tokens=self.config.logprob_chunk_tokens,
+            pad_to_multiple=self.layout.tp_size if self.config.sequence_parallel else 1,
             temperature=temperature,
             with_entropy=with_entropy,
         )

@@ -7,6 +7,8 @@ unexpected, misshapen or non-finite is an error that names it. Nothing here touc
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_rl.models import ParameterMap
 from megatron_rl.policy.parallel import ParallelLayout
@@ -25,6 +27,20 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 def _layer_offset(model: torch.nn.Module) -> int:
     layers = model.decoder.layers  # type: ignore[union-attr]
     return layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[index,operator,arg-type]
+
+
+def mark_tensor_parallel(model: torch.nn.Module, parameters: ParameterMap) -> None:
+    """Tells Megatron which parameters are shards of a larger one.
+
+    Megatron does so when it initialises weights, which is skipped here. Without the mark the
+    gradient norm would count a sharded weight on the first TP rank only, and clipping would follow.
+    """
+    for name, parameter in named_parameters(model):
+        axis = parameters.entry(name).tp_axis
+        if axis is not None:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim = axis  # type: ignore[attr-defined]
+            parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 def load_hf_weights(
@@ -69,25 +85,72 @@ def load_hf_weights(
             parameter.copy_(shard)
             exact &= torch.promote_types(shard.dtype, parameter.dtype) == parameter.dtype
             if not exact:
-                unrounded[local_name] = shard
+                unrounded[local_name] = shard.contiguous()
     assert exact or len(unrounded) == sum(1 for _ in model.parameters()), "a mixed-dtype checkpoint"
     return unrounded
 
 
 def export_hf_weights(
-    model: torch.nn.Module, parameters: ParameterMap, layout: ParallelLayout
+    model: torch.nn.Module,
+    parameters: ParameterMap,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the model's (Hugging Face name, tensor) pairs in map order.
+    """Yields the whole model's (Hugging Face name, tensor) pairs in map order, on every rank.
 
-    Tensors may share memory with the parameters; a consumer that keeps one must copy it.
+    A collective: every rank of the TP and PP groups must run it to its end. Parameters are gathered
+    one at a time, so a rank never holds more than one full parameter besides its own shard. Where
+    nothing is to be gathered, tensors share the parameters' memory; a consumer that keeps one must
+    copy it.
+
+    Args:
+        model: Bare Megatron model of this pipeline stage.
+        parameters: The family's map.
+        layout: This rank's place.
+        dtype: Dtype of the parameters, which stages without one must know.
     """
-    if layout.tp_size > 1 or layout.pp_size > 1:
-        raise ValueError(
-            "weights are exported from one TP and PP rank only; set "
-            "policy.tensor_model_parallel_size and pipeline_model_parallel_size to 1"
-        )
-    named = dict(named_parameters(model))
-    parameters.check_megatron_keys(named)
+    named = {name: parameter.detach() for name, parameter in named_parameters(model)}
+    owners = _owners(named, layout)
+    parameters.check_megatron_keys(owners)
     for entry in parameters:
-        full = entry.unshard([named[entry.megatron_name].detach()])
+        owner = owners[entry.megatron_name]
+        if owner == layout.pp_rank:
+            full = entry.unshard(_tp_shards(named[entry.megatron_name], entry.tp_axis, layout))
+        else:
+            device = next(iter(named.values())).device
+            full = torch.empty(entry.shape, dtype=dtype, device=device)
+        if layout.pp_size > 1:
+            full = _broadcast_from_stage(full, owner)
         yield from entry.to_hf(full).items()
+
+
+def _owners(named: Mapping[str, torch.Tensor], layout: ParallelLayout) -> dict[str, int]:
+    """First pipeline stage that holds each parameter."""
+    if layout.pp_size == 1:
+        return dict.fromkeys(named, 0)
+    held: list[list[str]] = [[] for _ in range(layout.pp_size)]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.all_gather_object(held, list(named), group=group)
+    owners: dict[str, int] = {}
+    for stage, names in enumerate(held):
+        for name in names:
+            owners.setdefault(name, stage)
+    return owners
+
+
+def _tp_shards(
+    shard: torch.Tensor, tp_axis: int | None, layout: ParallelLayout
+) -> list[torch.Tensor]:
+    if layout.tp_size == 1 or tp_axis is None:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(layout.tp_size)]
+    group = parallel_state.get_tensor_model_parallel_group()
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+def _broadcast_from_stage(full: torch.Tensor, stage: int) -> torch.Tensor:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    full = full.contiguous()
+    dist.broadcast(full, src=dist.get_global_rank(group, stage), group=group)
+    return full
