@@ -113,6 +113,8 @@ class RolloutConfig(ConfigSection):
     model's own EOS tokens always end one."""
     ignore_eos: bool = False
     """Keep sampling past EOS (benchmarks)."""
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Ranks that share one engine; every rank takes part, whatever the training layout."""
     max_num_seqs: int = Field(default=256, gt=0)
     """Most sequences that the engine decodes together."""
     kv_cache_gib: float = Field(default=1.0, gt=0)

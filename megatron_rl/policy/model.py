@@ -44,6 +44,11 @@ def transformer_config(
             decides.
     """
     pp = config.pipeline_model_parallel_size
+    if spec.num_layers % pp:
+        raise ValueError(
+            f"the model's {spec.num_layers} layers cannot be divided into "
+            f"policy.pipeline_model_parallel_size={pp} stages; choose a divisor"
+        )
     derived: dict[str, Any] = dict(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,

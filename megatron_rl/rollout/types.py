@@ -61,8 +61,19 @@ class Engine(abc.ABC):
     """A rollout engine: generates, and takes new weights."""
 
     @abc.abstractmethod
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        prompt_indices: Sequence[int] | None = None,
+    ) -> list[Completion]:
         """Samples ``sampling.n`` responses to each prompt, ordered by prompt, then sample.
+
+        Args:
+            prompts: Token ids of each prompt.
+            sampling: How to sample.
+            prompt_indices: Numbers of the prompts, which seeds and completions carry; by default
+                their places in ``prompts``.
 
         Raises:
             ValueError: A prompt is empty or leaves no room for a response.

@@ -46,6 +46,11 @@ def engine_arguments(
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(max_model_len, 8192),
         seed=0,
+        tensor_parallel_size=config.tensor_parallel_size,
+        # Under a launcher each rank builds its own worker; "uni" would put all on one device.
+        distributed_executor_backend="external_launcher"
+        if config.tensor_parallel_size > 1
+        else "uni",
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
         **vllm_precision(flow),
@@ -106,7 +111,12 @@ class VLLMEngine(Engine):
         """Version of the weights in force; -1 for those the engine was started with."""
         return self._version
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        prompt_indices: Sequence[int] | None = None,
+    ) -> list[Completion]:
         """See :meth:`Engine.generate`."""
         if self._broken:
             raise RuntimeError(f"the rollout engine holds no complete policy: {self._broken}")
@@ -120,16 +130,18 @@ class VLLMEngine(Engine):
         # What one call caches must not change the bits of the next: the result depends on the
         # arguments and the weights alone, also after a resume.
         self._reset_prefix_cache()
+        numbers = range(len(prompts)) if prompt_indices is None else prompt_indices
         requests = [{"prompt_token_ids": list(p)} for p in prompts for _ in range(sampling.n)]
         params = [
             self._sampling_params(sampling, prompt, sample)
-            for prompt in range(len(prompts))
+            for prompt in numbers
             for sample in range(sampling.n)
         ]
         with preserve_host_rng():
             outputs = self._llm.generate(requests, params, use_tqdm=False)
         return [
-            _completion(output, *divmod(index, sampling.n)) for index, output in enumerate(outputs)
+            _completion(output, numbers[index // sampling.n], index % sampling.n)
+            for index, output in enumerate(outputs)
         ]
 
     def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -116,7 +116,7 @@ def build_engine(config: RunConfig, inputs: Inputs, policy: FrozenPolicy) -> Eng
     """The colocated vLLM engine."""
     from megatron_rl.rollout.vllm_engine import VLLMEngine
 
-    return VLLMEngine(
+    engine = VLLMEngine(
         inputs.model_path,
         inputs.flow,
         config.rollout,
@@ -124,3 +124,8 @@ def build_engine(config: RunConfig, inputs: Inputs, policy: FrozenPolicy) -> Eng
         parameter_names=policy.parameters.hf_shapes,
         eos_token_ids=inputs.eos_token_ids,
     )
+    if policy.layout.world_size == 1:
+        return engine
+    from megatron_rl.rollout.distributed import DistributedEngine
+
+    return DistributedEngine(engine, config.rollout.tensor_parallel_size)

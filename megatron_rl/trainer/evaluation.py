@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from megatron_rl.config import RunConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import TokenizedPrompt
@@ -34,6 +36,20 @@ def score_completions(
 ) -> tuple[list[str], list[RewardResult]]:
     """Texts and rewards of completions, in order."""
     texts = [tokenizer.decode(c.token_ids) for c in completions]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # A reward may fail by time: one rank decides, so that all train on the same numbers.
+        shared: list[list[RewardResult] | None] = [None]
+        if dist.get_rank() == 0:
+            shared[0] = rewards.score(_requests(prompts, completions, texts))
+        dist.broadcast_object_list(shared, src=0)
+        assert shared[0] is not None
+        return texts, shared[0]
+    return texts, rewards.score(_requests(prompts, completions, texts))
+
+
+def _requests(
+    prompts: Sequence[TokenizedPrompt], completions: Sequence[Completion], texts: Sequence[str]
+) -> list[RewardRequest]:
     requests = []
     for completion, text in zip(completions, texts, strict=True):
         row = prompts[completion.prompt_index].row
@@ -45,7 +61,7 @@ def score_completions(
                 extra_info=row.extra_info,
             )
         )
-    return texts, rewards.score(requests)
+    return requests
 
 
 def rollout_record(

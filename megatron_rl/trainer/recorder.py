@@ -88,6 +88,8 @@ class RunRecorder:
     def export(self) -> Path | None:
         """Writes the policy as a Hugging Face directory."""
         if self._writer is None:
+            for _ in self._parts.policy.named_tensors():
+                pass  # gathering is a collective: every rank takes part, one writes
             return None
         target = self._run_dir / "hf"
         inputs = self._parts.inputs

@@ -5,6 +5,7 @@ imported.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -46,7 +47,8 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file
     run_dir = run_directory(config)
     resume_from = find_resume(config, run_dir)
     inputs = load_inputs(config, model_path)
-    prepare_run_directory(run_dir, config, inputs.flow)
+    if os.environ.get("RANK", "0") == "0":
+        prepare_run_directory(run_dir, config, inputs.flow)
     start_step = 0 if resume_from is None else int(read_manifest(resume_from)["step"])
     resume_step = None if resume_from is None else start_step
     with quiet(run_dir / "third_party.log"):

@@ -1,0 +1,48 @@
+"""Whole runs under torchrun: the same rewards and losses as one process, at any layout."""
+
+import subprocess
+import sys
+
+import pytest
+
+from support.tiny_run import metrics_of, train, write_recipe
+
+LAYOUTS = {
+    "tp2-rollout-tp1": ["policy.tensor_model_parallel_size=2"],
+    "dp2-rollout-tp2": ["rollout.tensor_parallel_size=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, tiny_model_dir):
+    model = tiny_model_dir("qwen3", tie_word_embeddings=True)
+    changes = {"precision.flow": "fp32", "trainer.save_final_checkpoint": False}
+    return write_recipe(tmp_path_factory.mktemp("distributed"), model, **changes)
+
+
+@pytest.fixture(scope="module")
+def one_process(recipe):
+    return metrics_of(train(recipe, "name=one"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_runs_like_one_process(recipe, one_process, name):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "megatron_rl.launch.cli", "train", "--config", str(recipe)]
+    result = subprocess.run(
+        [*command, f"name={name}", *LAYOUTS[name]], capture_output=True, text=True, timeout=280
+    )
+    run_dir = recipe.parent / "runs" / name
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    ours = metrics_of(run_dir)
+    assert set(ours) == set(one_process)
+    for step in range(1, 5):
+        for key in ("critic/rewards/mean", "response_length/mean", "train/accuracy"):
+            if (step, key) in one_process:
+                assert ours[step, key] == pytest.approx(one_process[step, key], abs=1e-6), key
+        for key in ("actor/grad_norm", "actor/entropy", "actor/loss"):
+            expected = one_process[step, key]
+            assert ours[step, key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (step, key)
+        assert ours[step, "rollout_corr/logp_diff_abs_mean"] < 1e-5
+    assert (run_dir / "hf" / "model.safetensors").is_file()
