@@ -97,11 +97,7 @@ def save_checkpoint(
             "step": step,
             "flow": policy.flow.name,
             "model": _model_identity(policy.spec),
-            "layout": {
-                "tensor_model_parallel_size": policy.layout.tp_size,
-                "pipeline_model_parallel_size": policy.layout.pp_size,
-                "data_parallel_size": policy.layout.dp_size,
-            },
+            "layout": _layout(policy.layout),
             "trainer": trainer_state,
             "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir())},
         }
@@ -155,10 +151,15 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
                 f"checkpoint {directory} is of {what} {saved!r}, and this run is of {ours!r}; use "
                 "another run name, or the configuration that the checkpoint was made with"
             )
+    same_layout = manifest["layout"] == _layout(policy.layout)
     _install_adaptor()
     initialize_state(policy.optimizer)
     with torch.no_grad():
-        state = dist_checkpointing.load(_state(policy, is_loading=True), str(directory))
+        request = _state(policy, is_loading=True)
+        if not same_layout:
+            # Random states belong to ranks; nothing that is sampled depends on them.
+            del request["rng"]
+        state = dist_checkpointing.load(request, str(directory))
         policy.model.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
     policy.scheduler.num_steps = 0  # Megatron's scheduler adds the saved steps to its own
@@ -166,7 +167,8 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
     for inner in torch_optimizers(policy.optimizer):
         for values in inner.state.values():
             values["step"] = values["step"].clone()
-    _set_rng_state(state["rng"])
+    if same_layout:
+        _set_rng_state(state["rng"])
     trainer: dict[str, Any] = manifest["trainer"]
     return trainer
 
@@ -201,6 +203,14 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _layout(layout: ParallelLayout) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "data_parallel_size": layout.dp_size,
+    }
 
 
 def _model_identity(spec: ModelSpec) -> str:

@@ -14,10 +14,10 @@ TESTS = str(Path(__file__).parents[1])
 TP, PP, SP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel"
 
 
-def train(tmp_path, model, nproc, flow="fp32", **options):
+def train(tmp_path, model, nproc, flow="fp32", checkpoint=(), **options):
     output = tmp_path / "result.pt"
     env = {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
-    arguments = [str(model), str(output), json.dumps(options), flow]
+    arguments = [str(model), str(output), json.dumps(options), flow, *map(str, checkpoint)]
     run_distributed(SCRIPT, nproc, arguments, timeout_s=240, env=env)
     return torch.load(output, weights_only=True)
 
@@ -78,3 +78,24 @@ def test_bf16_with_an_untied_head(tmp_path, tiny_model_dir):
     for step, expected in zip(two["steps"], one["steps"], strict=True):
         assert step["loss"] == pytest.approx(expected["loss"], abs=5e-3)
         torch.testing.assert_close(step["logprobs"], expected["logprobs"], rtol=0, atol=0.15)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("saved_at", "resumed_at"),
+    [((2, {TP: 2}), (2, {PP: 2})), ((2, {}), (1, {}))],
+    ids=["tp2-to-pp2", "dp2-to-one"],
+)
+def test_a_checkpoint_continues_at_another_layout(
+    tmp_path, model, one_process, saved_at, resumed_at
+):
+    root = tmp_path / "checkpoints"
+    train(tmp_path, model, saved_at[0], checkpoint=(root, 0), **saved_at[1])
+    ours = train(tmp_path, model, resumed_at[0], checkpoint=(root, 2), **resumed_at[1])
+    (step,), expected = ours["steps"], one_process["steps"][2]
+    assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
+    assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    torch.testing.assert_close(step["after"], expected["after"], rtol=0, atol=2e-5)
+    for name, tensor in one_process["final"].items():
+        moved = (tensor - one_process["initial"][name]).norm()
+        assert (ours["final"][name] - tensor).norm() <= 1e-3 * moved, name

@@ -1,6 +1,7 @@
 """Run by test_training_layouts: a few updates at one parallel layout; rank 0 saves what they did.
 
-Arguments: model directory, output file, JSON of PolicyConfig options, flow.
+Arguments: model directory, output file, JSON of PolicyConfig options, flow, and optionally a
+checkpoint root and the first step: step 0 saves there after two steps, another resumes from it.
 """
 
 import json
@@ -20,7 +21,9 @@ from support.groups import random_groups, shape_of
 SIZES = ((5, (3, 1, 6)), (9, (4, 4)), (2, (2, 2)), (7, (5,)), (3, (8, 2, 1)))
 
 
-def main(model: str, output: str, options: str, flow: str) -> None:
+def main(
+    model: str, output: str, options: str, flow: str, root: str = "", first: str = "0"
+) -> None:
     torch.set_num_threads(1)
     config = PolicyConfig(
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1),
@@ -28,6 +31,7 @@ def main(model: str, output: str, options: str, flow: str) -> None:
         **json.loads(options),
     )
     layout = initialize(config, seed=0)
+    from megatron_rl.policy.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
     from megatron_rl.policy.policy import Policy
 
     reader = HFReader(Path(model))
@@ -35,7 +39,12 @@ def main(model: str, output: str, options: str, flow: str) -> None:
     policy.make_trainable(10, policy.load(reader, list(reader)))
     initial = {name: tensor.clone() for name, tensor in policy.named_tensors()}
     steps = []
-    for step in range(3):
+    if int(first):
+        state = load_checkpoint(checkpoint_path(Path(root), int(first)), policy)
+        assert state == {"step": int(first)}
+    for step in range(int(first), 3):
+        if root and step == 2 and not int(first):
+            save_checkpoint(Path(root), step, policy, {"step": step}, keep=1)
         groups = random_groups(step, sizes=SIZES)
         shape = shape_of(groups)
         weights = torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape)
