@@ -90,6 +90,9 @@ class TrainerConfig(ConfigSection):
     """``auto`` continues from the newest complete checkpoint of the run directory."""
     resume_path: str | None = None
     """Checkpoint directory for ``resume_mode=path``."""
+    collective_timeout_s: float = Field(default=1800.0, gt=0)
+    """Time limit of one collective between ranks: longer than the longest wait for a rollout, short
+    enough that a dead peer ends the run."""
     save_final_checkpoint: bool = True
     """Save a resumable checkpoint after the last step."""
     export_hf: bool = True

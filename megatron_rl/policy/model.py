@@ -30,6 +30,16 @@ from megatron_rl.policy.packing import PackedGroups
 from megatron_rl.policy.rotary import inverse_frequencies
 from megatron_rl.precision import PrecisionFlow, megatron_precision
 
+NOT_OFFERED = {
+    "context_parallel_size": "prompt groups are not split over ranks",
+    "expert_model_parallel_size": "there is no mixture-of-experts family",
+    "num_moe_experts": "there is no mixture-of-experts family",
+    "virtual_pipeline_model_parallel_size": "a rank holds one stage of consecutive layers",
+    "fp8": "the precision flow decides formats",
+    "fp4": "the precision flow decides formats",
+    "mtp_num_layers": "multi-token prediction is not trained",
+}
+"""Options of Megatron that would build something the rest of the system does not follow."""
 VOCAB_DIVISOR = 1
 """The vocabulary is padded to a multiple of this times TP: no further than sharding needs."""
 
@@ -90,6 +100,10 @@ def transformer_config(
                 f"did you mean {nearest[0]!r}?" if nearest else "see Megatron's TransformerConfig"
             )
             raise ValueError(f"policy.megatron.{name} is no option of TransformerConfig; {hint}")
+        if name in NOT_OFFERED:
+            raise ValueError(
+                f"policy.megatron.{name} is not offered: {NOT_OFFERED[name]}; remove it"
+            )
         if name in derived:
             raise ValueError(
                 f"policy.megatron.{name} follows from the model, the precision flow or another "

@@ -52,7 +52,9 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file
     start_step = 0 if resume_from is None else int(read_manifest(resume_from)["step"])
     resume_step = None if resume_from is None else start_step
     with quiet(run_dir / "third_party.log"):
-        layout = parallel.initialize(config.policy, config.seed)
+        layout = parallel.initialize(
+            config.policy, config.seed, timeout_s=config.trainer.collective_timeout_s
+        )
     is_writer = layout.rank == 0
     writer = MetricsWriter(run_dir, config.logging, resume_step=resume_step) if is_writer else None
     if is_writer:

@@ -138,6 +138,8 @@ def test_a_non_finite_loss_leaves_the_weights_alone(tiny_policy):
 def test_bad_megatron_options_are_refused(tiny_policy):
     with pytest.raises(ValueError, match="did you mean 'num_layers'"):
         tiny_policy(megatron={"num_layer": 3})
+    with pytest.raises(ValueError, match="virtual_pipeline.* is not offered"):
+        tiny_policy(megatron={"virtual_pipeline_model_parallel_size": 2})
     with pytest.raises(ValueError, match="follows from the model"):
         tiny_policy(megatron={"bf16": True})
     policy = tiny_policy(
