@@ -25,11 +25,10 @@ def main(
     model: str, output: str, options: str, flow: str, root: str = "", first: str = "0"
 ) -> None:
     torch.set_num_threads(1)
-    config = PolicyConfig(
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1),
-        micro_batch_tokens=24,
-        **json.loads(options),
-    )
+    chosen = json.loads(options)
+    clip_grad = chosen.pop("clip_grad", 1.0)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=clip_grad)
+    config = PolicyConfig(optimizer=optimizer, micro_batch_tokens=24, **chosen)
     layout = initialize(config, seed=0)
     from megatron_rl.policy.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
     from megatron_rl.policy.policy import Policy
