@@ -12,6 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROGRAM = "checkpoints-tools"
+TINY_SIZES = {
+    "num_layers": "decoder layers",
+    "hidden_size": "width of the residual stream",
+    "num_attention_heads": "query heads",
+    "num_query_groups": "key/value heads",
+    "head_dim": "width of a head",
+    "ffn_hidden_size": "width of the feed-forward layer",
+    "vocab_size": "rows of the embedding",
+    "max_position_embeddings": "context length in tokens",
+    "seed": "seed of the weights",
+}
+TINY_OPTIONS = ("family", *TINY_SIZES, "tie_word_embeddings", "overwrite")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Convert and inspect checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_import_gguf(commands)
+    _add_tiny(commands)
     return parser
 
 
@@ -66,6 +79,40 @@ def _import_gguf(arguments: argparse.Namespace) -> None:
 
     path = arguments.gguf or package_gguf(arguments.package)
     print(import_gguf(path, arguments.target, overwrite=arguments.overwrite))
+
+
+def _add_tiny(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "tiny",
+        help="write a tiny random model",
+        description="Write a random model with a byte tokenizer as a Hugging Face directory, for "
+        "tests and dry runs. What is not given is as in checkpoints_tools.tiny.write_tiny_model.",
+    )
+    parser.add_argument("--family", default="llama", help="model family (default: %(default)s)")
+    for name, meaning in TINY_SIZES.items():
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, metavar="N", default=argparse.SUPPRESS, help=meaning)
+    parser.add_argument(
+        "--tie-word-embeddings",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="use the embedding as output head",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace TARGET if it is taken")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="directory to make")
+    parser.set_defaults(run=_tiny)
+
+
+def _tiny(arguments: argparse.Namespace) -> None:
+    # Imports torch: not needed for --help.
+    from checkpoints_tools.tiny import write_tiny_model
+
+    options = {key: value for key, value in vars(arguments).items() if key in TINY_OPTIONS}
+    wrong = [name for name in TINY_SIZES if name != "seed" and options.get(name, 1) < 1]
+    if wrong:
+        option = wrong[0].replace("_", "-")
+        raise ValueError(f"--{option} is {options[wrong[0]]}; give 1 or more")
+    print(write_tiny_model(arguments.target, **options))
 
 
 if __name__ == "__main__":

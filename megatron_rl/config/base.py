@@ -19,5 +19,6 @@ class ConfigSection(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         validate_default=True,
+        allow_inf_nan=False,
         protected_namespaces=(),
     )

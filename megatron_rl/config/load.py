@@ -47,7 +47,8 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     List items are addressed by index (``data.train.0.seed=3``).
 
     Raises:
-        ConfigError: An override has no ``=`` or goes through something that is no section.
+        ConfigError: An override has no ``=``, has a value that is no YAML, or goes through
+            something that is no section.
     """
     result: dict[str, Any] = yaml.safe_load(yaml.safe_dump(dict(tree)))
     for override in overrides:
@@ -61,12 +62,21 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         for parent in parents:
             node = _child(node, parent, key)
         if isinstance(node, list):
-            node[_index(node, leaf, key)] = yaml.safe_load(text)
+            node[_index(node, leaf, key)] = _value(text, key)
         elif isinstance(node, dict):
-            node[leaf] = yaml.safe_load(text)
+            node[leaf] = _value(text, key)
         else:
             raise ConfigError(f"override {key!r} goes through {parents[-1]!r}, which is no section")
     return result
+
+
+def _value(text: str, key: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"override {key!r}: the value {text!r} is not valid YAML; put text in quotes"
+        ) from error
 
 
 def _child(node: Any, name: str, key: str) -> Any:
@@ -80,7 +90,7 @@ def _child(node: Any, name: str, key: str) -> Any:
 
 
 def _index(node: list[Any], text: str, key: str) -> int:
-    if not text.isdigit() or int(text) >= len(node):
+    if not text.isdecimal() or int(text) >= len(node):
         raise ConfigError(f"override {key!r}: {text!r} is no index of a list of {len(node)}")
     return int(text)
 

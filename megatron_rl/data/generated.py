@@ -1,118 +1,108 @@
 """Generated prompts: any ``reasoning-gym`` task by name, with a template and solved shots.
 
-Rows depend on the task's options and seed alone. Shots come from the same generator with a seed of
-their own, so a shot is never the question it precedes by construction of the data set.
+Rows depend on the task's options and seed alone, in every process (see ``generator``). Shots come
+from the same task with a seed of their own.
 """
 
-import dataclasses
-import difflib
 import json
-import string
-import warnings
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.config import DataSourceConfig
+from megatron_rl.data.plain import plain
+from megatron_rl.data.templates import Fields, render_prompts, template_fields
 from megatron_rl.data.types import PromptRow
 
+Entry = Mapping[str, Any]
+
 SHOT_SEED_OFFSET = 1_000_003
-"""Keeps the stream of shots apart from every data set's own seed."""
+"""Keeps the stream of shots apart from every data set's own: entry ``i`` is seeded ``seed + i``."""
 
 
-def generate_rows(source: DataSourceConfig) -> list[PromptRow]:
-    """Generates the rows of a ``reasoning_gym`` source.
+def generate_rows(sources: Sequence[DataSourceConfig]) -> list[list[PromptRow]]:
+    """Generates the rows of ``reasoning_gym`` sources; one process serves them all.
+
+    The ground truth is the entry's answer, empty where the task has no single one.
+    ``extra_info`` keeps ``question``, ``task``, ``task_config`` and ``metadata``; ``entry``, the
+    whole entry for the task's scorer; and ``verifier``, which is ``reasoning_gym`` for tasks with a
+    scorer of their own and ``exact_match`` for the others.
 
     Raises:
-        ValueError: The task, an option, or a field of a template does not exist.
+        ValueError: A task, an option, or a field of a template does not exist.
     """
-    assert source.task is not None
-    entries = _entries(source, source.seed, source.size)
-    shots = _entries(source, source.seed + SHOT_SEED_OFFSET, max(4 * source.num_shots, 1))
-    template = source.prompt_template or "{question}"
-    if source.num_shots and "{shots}" not in template:
-        template = "{shots}" + template
-    rows = []
-    for index, entry in enumerate(entries):
-        fields = _fields(entry)
-        text = "".join(
-            _format(source, "shot_template", source.shot_template, _fields(shot))
-            for shot in _choose_shots(shots, entry, index, source.num_shots)
+    if not sources:
+        return []
+    return [
+        rows_from_entries(source, *lists)
+        for source, lists in zip(sources, _generate(sources), strict=True)
+    ]
+
+
+def rows_from_entries(
+    source: DataSourceConfig, entries: Sequence[Entry], solved: Sequence[Entry]
+) -> list[PromptRow]:
+    """Rows of a source, of its entries and those to show solved.
+
+    Raises:
+        ValueError: A template does not fit.
+    """
+    prompts = render_prompts(source, list(map(_fields, entries)), list(map(_fields, solved)))
+    return [
+        PromptRow(
+            index=index,
+            data_source=source.name,
+            prompt=prompt,
+            ground_truth=entry["answer"] or "",
+            extra_info={
+                "question": entry["question"],
+                "task": source.task,
+                "task_config": plain(source.task_config),
+                "metadata": entry["metadata"],
+                "entry": entry["literal"],
+                "verifier": entry["verifier"],
+            },
         )
-        prompt = _format(source, "prompt_template", template, fields | {"shots": text})
-        rows.append(
-            PromptRow(
-                index=index,
-                data_source=source.name,
-                prompt=prompt,
-                ground_truth=str(entry["answer"]),
-                extra_info={
-                    "question": str(entry["question"]),
-                    "task": source.task,
-                    "metadata": json.loads(json.dumps(entry["metadata"], default=str)),
-                },
-            )
-        )
-    return rows
+        for index, (entry, prompt) in enumerate(zip(entries, prompts, strict=True))
+    ]
 
 
-def _choose_shots(
-    shots: list[dict[str, Any]], entry: dict[str, Any], index: int, count: int
-) -> list[dict[str, Any]]:
-    """``count`` solved examples for row ``index``, none of which is its own question."""
-    chosen: list[dict[str, Any]] = []
-    questions = {entry["question"]}
-    for step in range(len(shots)):
-        candidate = shots[(index * count + step) % len(shots)]
-        if len(chosen) < count and candidate["question"] not in questions:
-            chosen.append(candidate)
-            questions.add(candidate["question"])
-    return chosen
+def _fields(entry: Entry) -> Fields:
+    return template_fields(entry["question"], entry["answer"], entry["metadata"])
 
 
-def _entries(source: DataSourceConfig, seed: int, size: int) -> list[dict[str, Any]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a dependency's source has invalid comparisons
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    if source.task not in DATASETS:
-        nearest = difflib.get_close_matches(str(source.task), DATASETS, n=3)
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else "see reasoning-gym's gallery"
+def generator_request(source: DataSourceConfig) -> dict[str, Any]:
+    """What ``generator.generate`` is asked for: the source's entries, and those to show solved."""
+    # Some tasks refuse to generate nothing.
+    solved = (source.seed + SHOT_SEED_OFFSET, max(4 * source.num_shots, 1))
+    return {
+        "task": source.task,
+        "options": plain(source.task_config),
+        "parts": [(source.seed, source.size), solved],
+    }
+
+
+def _generate(sources: Sequence[DataSourceConfig]) -> list[list[list[Entry]]]:
+    requests = [{"name": source.name, **generator_request(source)} for source in sources]
+    finished = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.data.generator"],
+        input=json.dumps(requests),
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
+    if finished.returncode:
         raise ValueError(
-            f"data source {source.name!r}: no reasoning-gym task {source.task!r}; {hint}"
+            "reasoning-gym failed to generate one of "
+            f"{', '.join(repr(source.task) for source in sources)} (its error is above); "
+            "change data.*.task_config"
         )
-    known = {field.name for field in dataclasses.fields(DATASETS[source.task][1])}
-    for option in source.task_config:
-        if option not in known or option in ("seed", "size"):
-            nearest = difflib.get_close_matches(option, known, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"it has {sorted(known)}"
-            raise ValueError(
-                f"data source {source.name!r}: task {source.task!r} has no option {option!r} "
-                f"here; {hint}"
-            )
-    try:
-        dataset = reasoning_gym.create_dataset(
-            source.task, size=size, seed=seed, **source.task_config
-        )
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"data source {source.name!r}: task {source.task!r} refuses {source.task_config}: "
-            f"{error}"
-        ) from error
-    return [dataset[index] for index in range(size)]
-
-
-def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a template may name: question, answer, metadata, and metadata's own plain values."""
-    metadata = dict(entry["metadata"])
-    plain = {k: v for k, v in metadata.items() if isinstance(v, str | int | float)}
-    return plain | {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
-
-
-def _format(source: DataSourceConfig, name: str, template: str, fields: dict[str, Any]) -> str:
-    try:
-        return string.Formatter().vformat(template, (), fields)
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"data source {source.name!r}: {name}={template!r} names {error}, and the task offers "
-            f"{', '.join(sorted(fields))}"
-        ) from error
+    reply = json.loads(finished.stdout)
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    results: list[list[list[Entry]]] = reply["results"]
+    return results

@@ -1,18 +1,20 @@
 """The endless stream of training prompts, whose order is a function of seed and position alone."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from megatron_rl.data.types import TokenizedPrompt
 
+Prompt = TypeVar("Prompt", bound=TokenizedPrompt)
 
-class PromptLoader:
+
+class PromptLoader(Generic[Prompt]):
     """Yields batches of prompts, epoch after epoch; batches run across the border of epochs."""
 
     def __init__(
-        self, prompts: Sequence[TokenizedPrompt], batch_size: int, seed: int, shuffle: bool
+        self, prompts: Sequence[Prompt], batch_size: int, seed: int, shuffle: bool
     ) -> None:
         """Starts at the first prompt of the first epoch.
 
@@ -37,7 +39,7 @@ class PromptLoader:
         self._shuffle = shuffle
         self._position = 0
 
-    def next_batch(self) -> list[TokenizedPrompt]:
+    def next_batch(self) -> list[Prompt]:
         """The next ``batch_size`` prompts."""
         start, size = self._position, len(self._prompts)
         batch = []

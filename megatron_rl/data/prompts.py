@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 
 from megatron_rl.config import DataConfig, DataSourceConfig
-from megatron_rl.data.sources import drop_overlap, load_rows
+from megatron_rl.data.sources import drop_overlap, load_sources
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import PromptRow, TokenizedPrompt
 
@@ -19,20 +19,25 @@ def load_prompts(
     Raises:
         ValueError: A source is unusable, a prompt is too long, or nothing is left.
     """
-    val = [(source, load_rows(source)) for source in config.val]
-    held_out = [row for _, rows in val for row in rows]
-    train = [(source, drop_overlap(load_rows(source), held_out)) for source in config.train]
-    return _tokenize_all(train, tokenizer, config), _tokenize_all(val, tokenizer, config)
+    loaded = load_sources([*config.train, *config.val])
+    train, val = loaded[: len(config.train)], loaded[len(config.train) :]
+    held_out = [row for rows in val for row in rows]
+    train = [drop_overlap(rows, held_out) for rows in train]
+    return (
+        _tokenize_all(config.train, train, tokenizer, config),
+        _tokenize_all(config.val, val, tokenizer, config),
+    )
 
 
 def _tokenize_all(
-    loaded: Sequence[tuple[DataSourceConfig, list[PromptRow]]],
+    sources: Sequence[DataSourceConfig],
+    loaded: Sequence[Sequence[PromptRow]],
     tokenizer: Tokenizer,
     config: DataConfig,
 ) -> list[TokenizedPrompt]:
     return [
         prompt
-        for source, rows in loaded
+        for source, rows in zip(sources, loaded, strict=True)
         for prompt in tokenize_rows(
             rows,
             tokenizer,
@@ -66,10 +71,8 @@ def tokenize_rows(
                 continue
             raise ValueError(
                 f"row {row.index} of {row.data_source!r} has a prompt of {len(token_ids)} tokens, "
-                "more "
-                f"than data.max_prompt_length_tokens={max_length_tokens}; raise the limit, "
-                "shorten the "
-                "prompt, or set data.overlong_prompts=drop"
+                f"more than data.max_prompt_length_tokens={max_length_tokens}; raise the limit, "
+                "shorten the prompt, or set data.overlong_prompts=drop"
             )
         text = tokenizer.decode(token_ids, skip_special_tokens=False)
         prompts.append(TokenizedPrompt(row=row, token_ids=token_ids, text=text))

@@ -2,15 +2,19 @@
 
 The format is the one users of verl and its relatives have: ``prompt`` (text or chat messages),
 ground truth as ``reward_model.ground_truth`` or a flat ``ground_truth``, ``answer`` or ``label``,
-and ``extra_info``.
+and ``extra_info``. A row of verl's ``ability: math`` is verified as mathematics.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.data.plain import plain
 from megatron_rl.data.types import PromptRow
+
+logger = logging.getLogger(__name__)
 
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "label")
 
@@ -22,14 +26,14 @@ def read_rows(path: Path, data_source: str, limit: int) -> list[PromptRow]:
         ValueError: The file is missing, of another kind, empty, or a row is unreadable; the message
             names the file and the row.
     """
-    if not path.is_file():
-        raise ValueError(f"data file {path} does not exist; correct data.*.path")
-    readers = {".jsonl": _jsonl, ".parquet": _parquet}
-    if path.suffix not in readers:
-        raise ValueError(f"data file {path} is neither .jsonl nor .parquet; convert it")
-    rows = []
-    for number, record in readers[path.suffix](path):
+    rows: list[PromptRow] = []
+    for number, record in _records(path):
         if len(rows) == limit:
+            logger.warning(
+                "%s has more than the %d rows that data.*.size allows; the rest is not read",
+                path,
+                limit,
+            )
             break
         place = f"{path}, row {number}"
         rows.append(_row(record, len(rows), data_source, place))
@@ -38,13 +42,41 @@ def read_rows(path: Path, data_source: str, limit: int) -> list[PromptRow]:
     return rows
 
 
+def read_prompts(path: Path) -> list[str | tuple[dict[str, str], ...]]:
+    """Reads prompts alone: of every JSONL or parquet row, text or chat messages.
+
+    Raises:
+        ValueError: As for :func:`read_rows`; a row needs no ground truth.
+    """
+    prompts = []
+    for number, record in _records(path):
+        place = f"{path}, row {number}"
+        if not isinstance(record, Mapping):
+            raise ValueError(f"{place} is a {type(record).__name__}, not an object with a prompt")
+        prompts.append(_prompt(record.get("prompt", record.get("question")), place))
+    if not prompts:
+        raise ValueError(f"data file {path} holds no rows; add some")
+    return prompts
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist; correct its path")
+    readers = {".jsonl": _jsonl, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise ValueError(f"data file {path} is neither .jsonl nor .parquet; convert it")
+    return readers[path.suffix](path)
+
+
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
+                yield number, json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, row {number} is not UTF-8 text: {error}") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, row {number} is not JSON: {error}") from error
 
@@ -53,15 +85,17 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
     number = 0
-    for batch in file.iter_batches():
-        for record in batch.to_pylist():
-            number += 1
-            yield number, record
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not a readable parquet file (after row {number}): {error}"
+        ) from error
 
 
 def _row(record: Any, index: int, data_source: str, place: str) -> PromptRow:
@@ -74,21 +108,25 @@ def _row(record: Any, index: int, data_source: str, place: str) -> PromptRow:
             f"{place} has no ground truth; it needs reward_model.ground_truth or one of "
             f"{', '.join(GROUND_TRUTH_KEYS)}"
         )
-    extra = record.get("extra_info") or {}
-    if not isinstance(extra, Mapping):
-        raise ValueError(f"{place}: extra_info is a {type(extra).__name__}, not an object")
-    question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    given = record.get("extra_info") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place}: extra_info is a {type(given).__name__}, not an object")
+    extra = plain(given)
+    if not isinstance(extra.get("question"), str):
+        extra["question"] = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    if record.get("ability") == "math":
+        extra.setdefault("verifier", "math")
     return PromptRow(
         index=index,
         data_source=str(record.get("data_source") or data_source),
         prompt=prompt,
-        ground_truth=str(ground_truth),
-        extra_info={"question": question, **extra},
+        ground_truth=_text(ground_truth),
+        extra_info=extra,
     )
 
 
 def _prompt(prompt: Any, place: str) -> str | tuple[dict[str, str], ...]:
-    if isinstance(prompt, str) and prompt:
+    if isinstance(prompt, str) and prompt.strip():
         return prompt
     if isinstance(prompt, list) and prompt:
         messages = []
@@ -107,3 +145,9 @@ def _ground_truth(record: Mapping[str, Any]) -> Any:
     if isinstance(reward_model, Mapping) and reward_model.get("ground_truth") is not None:
         return reward_model["ground_truth"]
     return next((record[k] for k in GROUND_TRUTH_KEYS if record.get(k) is not None), None)
+
+
+def _text(ground_truth: Any) -> str:
+    """Text and numbers as they stand; lists and objects as JSON."""
+    value = plain(ground_truth)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)

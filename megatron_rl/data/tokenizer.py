@@ -1,6 +1,6 @@
 """Tokenizers behind one small interface. Text becomes tokens once, here, and never again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,17 @@ class Tokenizer(Protocol):
         """Tokens of a row's prompt, ready for the model to continue."""
         ...
 
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        """Tokens of a response's text, with nothing added."""
+        ...
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of tokens, for verifiers and people."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a turn; None when the tokenizer names none."""
         ...
 
     def stop_token_ids(self, strings: Sequence[str]) -> tuple[int, ...]:
@@ -44,7 +53,7 @@ class HuggingFaceTokenizer:
             detail = str(error).splitlines()[0]
             raise ValueError(
                 f"{path} has no tokenizer that can be loaded ({detail}); put its tokenizer.json "
-                "there"
+                "or tokenizer.model there"
             ) from error
 
     def encode_prompt(self, row: PromptRow, use_chat_template: bool) -> tuple[int, ...]:
@@ -59,24 +68,43 @@ class HuggingFaceTokenizer:
         """
         if isinstance(row.prompt, str) and not use_chat_template:
             return tuple(self._tokenizer.encode(row.prompt))
-        messages = (
-            [{"role": "user", "content": row.prompt}]
-            if isinstance(row.prompt, str)
-            else list(row.prompt)
-        )
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"row {row.index} of {row.data_source!r} is a chat, and the tokenizer has no chat "
                 "template"
             )
-        ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        from jinja2 import TemplateError
+
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                chat_messages(row), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"row {row.index} of {row.data_source!r}: the model's chat template refuses its "
+                f"messages ({error}); change their roles"
+            ) from error
         return tuple(ids)
 
+    def encode_response(self, text: str) -> tuple[int, ...]:
+        """Tokens of a response's text; it continues a prompt, so no BOS is put in front."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a turn."""
+        token_id: int | None = self._tokenizer.eos_token_id
+        return token_id
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Text of tokens, to the letter."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
 
     def stop_token_ids(self, strings: Sequence[str]) -> tuple[int, ...]:
         """The token of each stop string.
@@ -84,19 +112,50 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: A string is not exactly one token.
         """
-        ids = []
-        for text in strings:
-            tokens = self._tokenizer.encode(text, add_special_tokens=False)
-            if len(tokens) != 1:
-                raise ValueError(
-                    f"rollout.stop string {text!r} is {len(tokens)} tokens of this tokenizer and "
-                    "must "
-                    "be one; responses are cut by tokens, not by text"
-                )
-            ids.append(tokens[0])
-        return tuple(ids)
+        return single_token_ids(
+            strings, lambda text: self._tokenizer.encode(text, add_special_tokens=False)
+        )
+
+
+def chat_messages(row: PromptRow) -> list[dict[str, str]]:
+    """A row's prompt as chat messages; text is one message of the user."""
+    if isinstance(row.prompt, str):
+        return [{"role": "user", "content": row.prompt}]
+    return list(row.prompt)
+
+
+def single_token_ids(
+    strings: Sequence[str], encode: Callable[[str], Sequence[int]]
+) -> tuple[int, ...]:
+    """The token of each stop string.
+
+    Args:
+        strings: Stop strings.
+        encode: Tokens of a text within a response, with nothing added.
+
+    Raises:
+        ValueError: A string is not exactly one token.
+    """
+    ids = []
+    for text in strings:
+        tokens = encode(text)
+        if len(tokens) != 1:
+            raise ValueError(
+                f"rollout.stop string {text!r} is {len(tokens)} tokens of this tokenizer and must "
+                "be one; responses are cut by tokens, not by text"
+            )
+        ids.append(tokens[0])
+    return tuple(ids)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model directory."""
+    """The tokenizer of a model directory: ``tokenizer.json``, or else ``tokenizer.model``.
+
+    Raises:
+        ValueError: The directory has no tokenizer that can be loaded.
+    """
+    if (path / "tokenizer.model").is_file() and not (path / "tokenizer.json").is_file():
+        from megatron_rl.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(path)
     return HuggingFaceTokenizer(path)

@@ -2,14 +2,17 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_rl import __version__
-from megatron_rl.config import ConfigError, RunConfig, dump_config, load_config
+from megatron_rl.config import ConfigError, dump_config, load_config
+from megatron_rl.launch.execute import execute
+from megatron_rl.launch.inference import add_eval_parser, add_generate_parser
+from megatron_rl.launch.sft import add_sft_parser
 from megatron_rl.precision import flow_names, resolve_flow
 
-BAD_INPUT, FAILED = 2, 1
+BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
     train.set_defaults(run=_train)
 
+    add_sft_parser(commands)
+    add_eval_parser(commands)
+    add_generate_parser(commands)
+
     report = commands.add_parser("report", help="build the report of a run, or compare several")
     report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     report.add_argument("--output", type=Path, help="file of a comparison of several runs")
@@ -59,30 +66,13 @@ def _train(arguments: argparse.Namespace) -> int:
         print(dump_config(config), end="")
         print(f"# flow: {resolve_flow(config.precision.flow).short_str()}")
         return 0
-    return _run(config)
+    return execute(config, _run_training)
 
 
-def _run(config: RunConfig) -> int:
-    from megatron_rl.launch.environment import export_environment, run_environment
-    from megatron_rl.launch.models import resolve_model
-    from megatron_rl.launch.quiet import configure_logging, open_console, quiet
+def _run_training() -> Callable[..., Path]:
+    from megatron_rl.trainer.run import run_training
 
-    export_environment(run_environment())
-    console = open_console()
-    configure_logging()
-    log = Path(config.output_dir) / config.name / "third_party.log"
-    try:
-        with quiet(log):
-            model_path = resolve_model(config.model.path)
-            from megatron_rl.policy.policy import NonFiniteError
-            from megatron_rl.trainer.run import run_training
-        run_training(config, model_path, quiet, console)
-    except ValueError:
-        raise
-    except (NonFiniteError, OSError) as error:
-        print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
-        return FAILED
-    return 0
+    return run_training
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ a terminal, in a SLURM log and through ``tail -f``.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -16,6 +16,8 @@ import rich.console
 from rich.console import RenderableType
 
 from megatron_rl.metrics.console_lines import (
+    COLUMNS,
+    Column,
     RunHeader,
     column_header,
     evaluation_line,
@@ -47,6 +49,7 @@ class Console:
         file: IO[str] | None = None,
         header_every_steps: int = HEADER_EVERY_STEPS,
         before: Mapping[str, float] | None = None,
+        columns: Sequence[Column] = COLUMNS,
     ) -> None:
         """Prepares the console; prints nothing.
 
@@ -55,6 +58,7 @@ class Console:
             file: Stream; standard output by default.
             header_every_steps: Lines between repetitions of the column header.
             before: Metrics of the evaluation at step 0, for a resumed run.
+            columns: What a step's line shows.
         """
         self._rich = rich.console.Console(file=file, markup=False, emoji=False, highlight=False)
         if not self._rich.is_terminal:
@@ -62,6 +66,7 @@ class Console:
         self._encoding = self._rich.encoding
         self._symbols = symbols_for(self._encoding)
         self._total_steps = total_steps
+        self._columns = columns
         self._header_every_steps = header_every_steps
         self._lines_since_header: int | None = None
         self._recent_s: deque[float] = deque(maxlen=ETA_WINDOW_STEPS)
@@ -77,13 +82,13 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of a finished step."""
         if self._lines_since_header in (None, self._header_every_steps):
-            self._line(column_header(self._total_steps), style="bold")
+            self._line(column_header(self._total_steps, self._columns), style="bold")
             self._lines_since_header = 0
         seconds = step_seconds(metrics)
         if seconds is not None:
             self._recent_s.append(seconds)
         eta_s = remaining_seconds(self._recent_s, self._total_steps - step)
-        self._line(step_line(step, self._total_steps, metrics, eta_s))
+        self._line(step_line(step, self._total_steps, metrics, eta_s, self._columns))
         assert self._lines_since_header is not None
         self._lines_since_header += 1
 

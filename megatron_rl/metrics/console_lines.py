@@ -5,7 +5,7 @@ what was not measured.
 """
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,43 +94,62 @@ def _step_width(total_steps: int) -> int:
     return max(len("step"), 2 * len(str(total_steps)) + 1)
 
 
-COLUMNS = (
-    ("reward", 8),
-    ("acc", 7),
-    ("len", 7),
-    ("entropy", 8),
-    ("|dlogp|", 9),
-    ("grad", 9),
-    ("tok/s", 7),
-    ("sec", 7),
-    ("ETA", 8),
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a step's line, other than the step itself."""
+
+    name: str
+    width: int
+    """Characters, the space before the value included."""
+    cell: Callable[[Mapping[str, float], float | None], str]
+    """The text of a step's metrics and the remaining seconds."""
+
+
+def _metric(key: str, form: Callable[..., str], *digits: int) -> Callable[..., str]:
+    return lambda metrics, eta_s: form(metrics.get(key), *digits)
+
+
+_LENGTH = Column("len", 7, _metric("response_length/mean", format_fixed, 1))
+_PROGRESS = (
+    Column("grad", 9, _metric("actor/grad_norm", format_number, 3)),
+    Column("tok/s", 7, lambda metrics, eta_s: format_count(tokens_per_second(metrics))),
+    Column("sec", 7, lambda metrics, eta_s: format_fixed(step_seconds(metrics), 1)),
+    Column("ETA", 8, lambda metrics, eta_s: format_duration(eta_s)),
 )
-"""Columns of a step's line and their widths, after the step itself."""
+COLUMNS = (
+    Column("reward", 8, _metric("critic/rewards/mean", format_fixed, 3)),
+    Column("acc", 7, _metric("train/accuracy", format_percent)),
+    _LENGTH,
+    Column("entropy", 8, _metric("actor/entropy", format_fixed, 3)),
+    Column("|dlogp|", 9, _metric("rollout_corr/logp_diff_abs_mean", format_number, 2)),
+    *_PROGRESS,
+)
+"""Columns of a step of reinforcement learning."""
+SFT_COLUMNS = (
+    Column("loss", 8, _metric("sft/loss", format_fixed, 4)),
+    Column("perplexity", 12, _metric("sft/perplexity", format_number, 4)),
+    _LENGTH,
+    *_PROGRESS,
+)
+"""Columns of a step of supervised fine-tuning."""
 
 
-def column_header(total_steps: int) -> str:
+def column_header(total_steps: int, columns: Sequence[Column] = COLUMNS) -> str:
     """Names of the columns of :func:`step_line`."""
-    names = "".join(f"{name:>{width}}" for name, width in COLUMNS)
+    names = "".join(f"{column.name:>{column.width}}" for column in columns)
     return f"{'step':>{_step_width(total_steps)}}{names}"
 
 
 def step_line(
-    step: int, total_steps: int, metrics: Mapping[str, float], eta_s: float | None
+    step: int,
+    total_steps: int,
+    metrics: Mapping[str, float],
+    eta_s: float | None,
+    columns: Sequence[Column] = COLUMNS,
 ) -> str:
     """One step in the columns of :func:`column_header`; what was not measured shows as ``-``."""
-    cells = (
-        format_fixed(metrics.get("critic/rewards/mean"), 3),
-        format_percent(metrics.get("train/accuracy")),
-        format_fixed(metrics.get("response_length/mean"), 1),
-        format_fixed(metrics.get("actor/entropy"), 3),
-        format_number(metrics.get("rollout_corr/logp_diff_abs_mean"), 2),
-        format_number(metrics.get("actor/grad_norm"), 3),
-        format_count(tokens_per_second(metrics)),
-        format_fixed(step_seconds(metrics), 1),
-        format_duration(eta_s),
-    )
     # A space before each cell keeps an unexpectedly wide value apart from its neighbour.
-    body = "".join(f" {cell:>{width - 1}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True))
+    body = "".join(f" {column.cell(metrics, eta_s):>{column.width - 1}}" for column in columns)
     return f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}{body}"
 
 

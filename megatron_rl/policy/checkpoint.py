@@ -48,17 +48,18 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 def complete_steps(root: Path) -> list[int]:
     """Steps of the complete checkpoints under ``root``, ascending."""
-    steps = [
-        int(path.parent.name.removeprefix("global_step_"))
+    names = [
+        path.parent.name.removeprefix("global_step_")
         for path in root.glob(f"global_step_*/{MANIFEST}")
     ]
-    return sorted(steps)
+    # A user's copy, such as global_step_20.best, is left alone.
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def save_checkpoint(
     root: Path, step: int, policy: Policy, trainer_state: dict[str, Any], *, keep: int
 ) -> Path:
-    """Saves a checkpoint, then deletes complete ones older than the newest ``keep``.
+    """Saves a checkpoint, then deletes the oldest others, so that ``keep`` complete ones remain.
 
     Args:
         root: Directory of the run's checkpoints.
@@ -103,7 +104,9 @@ def save_checkpoint(
         }
         _write_json(directory / MANIFEST, manifest)
         _write_text(root / LATEST, f"{step}\n")
-        for old in complete_steps(root)[:-keep]:
+        # The new one stays even where a run that went back to an older checkpoint left later ones.
+        others = [other for other in complete_steps(root) if other != step]
+        for old in others[: max(0, len(others) + 1 - keep)]:
             # Without its manifest a half-deleted checkpoint is not mistaken for a complete one.
             (checkpoint_path(root, old) / MANIFEST).unlink()
             shutil.rmtree(checkpoint_path(root, old))

@@ -99,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 z_CV, target_R[rows], shard, with_entropy
             )
         ctx.save_for_backward(hidden_RH, weight_VH, target_R, lse_R, mean_z_R)
-        ctx.options = (shard, temperature, chunk_tokens)
+        ctx.options = (shard, temperature, chunk_tokens, with_entropy)
         entropy_R = lse_R - mean_z_R if with_entropy else torch.zeros_like(lse_R)
         return logprob_R, entropy_R
 
@@ -108,11 +108,11 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprob_R: torch.Tensor, grad_entropy_R: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_RH, weight_VH, target_R, lse_R, mean_z_R = ctx.saved_tensors
-        shard, temperature, chunk_tokens = ctx.options
+        shard, temperature, chunk_tokens, with_entropy = ctx.options
         grad_hidden_RH = torch.empty_like(hidden_RH)
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         valid_VH = grad_weight_VH[: shard.num_valid]
-        has_entropy_grad = bool(grad_entropy_R.any())
+        has_entropy_grad = with_entropy and bool(grad_entropy_R.any())
         for rows in _chunks(len(target_R), chunk_tokens):
             z_CV = _logits(hidden_RH[rows], weight_VH, shard, temperature)
             p_CV = (z_CV - lse_R[rows, None]).exp_()

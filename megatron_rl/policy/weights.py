@@ -60,14 +60,13 @@ def load_hf_weights(
         layout: This rank's place.
 
     Returns:
-        By local parameter name, every shard of the checkpoint if it is finer than the parameters'
-        dtype (the FP32 master weights start from it), else nothing.
+        By local parameter name, every shard of the checkpoint if any is finer than the parameters'
+        dtype (the FP32 master weights start from them), else nothing.
 
     Raises:
         ValueError: The checkpoint does not fit the model, or a tensor holds NaN or Inf.
     """
     unrounded: dict[str, torch.Tensor] = {}
-    exact = True
     local_names = (name for name, _ in model.named_parameters())
     parameters.check_hf_keys(keys)
     parameters.check_tp(layout.tp_size)
@@ -83,10 +82,12 @@ def load_hf_weights(
                 )
             assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
             parameter.copy_(shard)
-            exact &= torch.promote_types(shard.dtype, parameter.dtype) == parameter.dtype
-            if not exact:
+            if torch.promote_types(shard.dtype, parameter.dtype) != parameter.dtype:
                 unrounded[local_name] = shard.contiguous()
-    assert exact or len(unrounded) == sum(1 for _ in model.parameters()), "a mixed-dtype checkpoint"
+    if unrounded:
+        # Of a checkpoint of several dtypes, the parameters that needed no rounding.
+        for local_name, parameter in model.named_parameters():
+            unrounded.setdefault(local_name, parameter.detach())
     return unrounded
 
 

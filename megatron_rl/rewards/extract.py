@@ -1,10 +1,21 @@
-"""What of a response a verifier looks at."""
+"""What of a response a verifier looks at.
+
+Every rule takes time linear in the response: rules run without a time limit, on whatever a policy
+writes.
+"""
 
 import re
 from collections.abc import Callable
 
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+NUMBER = re.compile(
+    r"(?:(?<![\w)])[-+])?"  # a sign, unless it is an operator: 10-4 is 10 and 4
+    r"(?:"
+    r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # 1,234.5 is one, 1,2 are two
+    r"|(?<![0-9])\.[0-9]+"
+    r")(?:[eE][-+]?[0-9]+)?",
+    re.ASCII,
+)
+ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
 def extract_answer(response: str, rule: str) -> str:
@@ -18,7 +29,8 @@ def extract_answer(response: str, rule: str) -> str:
 
 
 def _first_line(response: str) -> str:
-    lines = response.strip("\n").splitlines()
+    """The first line that is not blank."""
+    lines = response.strip().splitlines()
     return lines[0].strip() if lines else ""
 
 
@@ -31,8 +43,14 @@ def _number(index: int) -> Callable[[str], str]:
 
 
 def _answer_tag(response: str) -> str:
-    found = ANSWER_TAG.findall(response)
-    return found[-1].strip() if found else ""
+    """Content of the last closed pair of tags."""
+    answer, begin = "", None
+    for tag in ANSWER_TAG.finditer(response):
+        if not tag[1]:
+            begin = tag.end()
+        elif begin is not None:
+            answer, begin = response[begin : tag.start()].strip(), None
+    return answer
 
 
 def _boxed(response: str) -> str:

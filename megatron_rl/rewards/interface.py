@@ -38,7 +38,19 @@ class RewardResult:
     failed: str | None = None
     """Why scoring failed; None when it did not."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further values the function returned."""
+    """Further values the function returned: text, numbers and booleans."""
+
+
+def call(function: ScoreFunction, request: RewardRequest, failure_score: float) -> RewardResult:
+    """Scores one response; an exception becomes a failure with its type and message."""
+    try:
+        return parse_score(
+            function(
+                request.data_source, request.response, request.ground_truth, request.extra_info
+            )
+        )
+    except Exception as error:
+        return RewardResult(score=failure_score, failed=f"{type(error).__name__}: {error}")
 
 
 def parse_score(returned: Any) -> RewardResult:
@@ -53,16 +65,33 @@ def parse_score(returned: Any) -> RewardResult:
     accuracy: Any = None
     score = returned
     if isinstance(returned, Mapping):
-        extra = {k: v for k, v in returned.items() if k not in ("score", "acc", "accuracy")}
+        extra = {str(k): v for k, v in returned.items() if k not in ("score", "acc", "accuracy")}
         accuracy = returned.get("acc", returned.get("accuracy"))
         score = returned.get("score")
-    if isinstance(score, str) or not hasattr(score, "__float__"):
-        raise ValueError(f"returned {returned!r}, not a number or a dict with `score`")
-    value = float(score)
-    if not math.isfinite(value):
-        raise ValueError(f"returned a score of {value}")
-    if accuracy is None and value in (0.0, 1.0):
+    value = _number(score, "score", returned)
+    if accuracy is not None:
+        accuracy = _number(accuracy, "accuracy", returned)
+    elif value in (0.0, 1.0):
         accuracy = value
+    plain = {k: _scalar(v) for k, v in extra.items()}
     return RewardResult(
-        score=value, accuracy=None if accuracy is None else float(accuracy), extra=extra
+        score=value,
+        accuracy=accuracy,
+        extra={k: v for k, v in plain.items() if isinstance(v, str | int | float | bool)},
     )
+
+
+def _number(value: Any, name: str, returned: Any) -> float:
+    value = _scalar(value)
+    if not isinstance(value, int | float):
+        raise ValueError(f"returned {returned!r}, not a number or a dict with `score`")
+    if not math.isfinite(value):
+        raise ValueError(f"returned a {name} of {value}")
+    return float(value)
+
+
+def _scalar(value: Any) -> Any:
+    """A number of NumPy, torch, fractions or decimal as Python's; anything else as it is."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return value
+    return value if type(value) in (bool, int, float) else float(value)

@@ -1,19 +1,23 @@
-"""A process that scores responses: ``python -m megatron_rl.rewards.worker FUNCTION``.
+"""A process that scores responses: ``python -m megatron_rl.rewards.worker FUNCTION LIMIT_S``.
 
 Reads one JSON request a line on standard input and answers one JSON line. It exists so that a
 function which hangs, crashes or leaks can be killed without the trainer, and it imports no torch,
-so that it starts at once. What the function prints goes to standard error.
+so that it starts at once. What the function prints goes to standard error. The trainer keeps the
+time; ``LIMIT_S`` only ends a hanging worker whose trainer is gone.
 """
 
+import faulthandler
 import importlib.util
 import json
 import os
+import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.interface import ScoreFunction, parse_score
-from megatron_rl.rewards.verifiers import BUILT_IN, built_in
+from megatron_rl.rewards.interface import RewardRequest, ScoreFunction, call
+from megatron_rl.rewards.verifiers import BUILT_IN, built_in, prepare
 
 
 def load_function(name: str) -> ScoreFunction:
@@ -23,12 +27,12 @@ def load_function(name: str) -> ScoreFunction:
         ValueError: There is no such verifier, file or function, or the file does not import.
     """
     if name in BUILT_IN:
-        return built_in(name)  # type: ignore[no-any-return]
+        prepare(name)
+        return built_in(name)
     path, separator, attribute = name.rpartition(":")
     if not separator or not path.endswith(".py"):
         raise ValueError(
-            f"reward.function={name!r} is neither a built-in ({', '.join(BUILT_IN)}, auto) nor of "
-            "the "
+            f"reward.function={name!r} is neither a built-in ({', '.join(BUILT_IN)}) nor of the "
             "form path/to/file.py:compute_score"
         )
     if not Path(path).is_file():
@@ -36,6 +40,9 @@ def load_function(name: str) -> ScoreFunction:
     spec = importlib.util.spec_from_file_location("user_reward", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles of the file look their module up by name; helpers may lie beside it.
+    sys.modules[spec.name] = module
+    sys.path.append(str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -49,36 +56,30 @@ def load_function(name: str) -> ScoreFunction:
     return function  # type: ignore[no-any-return]
 
 
-def answer(function: ScoreFunction, request: dict[str, Any]) -> dict[str, Any]:
-    """Scores one request; an exception becomes a failure with its type and message."""
-    try:
-        result = parse_score(
-            function(
-                request["data_source"],
-                request["response"],
-                request["ground_truth"],
-                request["extra_info"],
-            )
-        )
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
-    extra = {k: v for k, v in result.extra.items() if isinstance(v, str | int | float | bool)}
-    return {"score": result.score, "accuracy": result.accuracy, "extra": extra}
-
-
 def main() -> None:
     """Answers requests until standard input closes."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    name, limit_s = sys.argv[1], float(sys.argv[2])
+    # Signals are the trainer's to handle: a batch that is being scored ends in order.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # The function gets neither end of the conversation.
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     try:
-        function = load_function(sys.argv[1])
+        function = load_function(name)
     except ValueError as error:
         replies.write(json.dumps({"error": str(error)}) + "\n")
         return
     replies.write(json.dumps({"ready": True}) + "\n")
-    for line in sys.stdin:
-        replies.write(json.dumps(answer(function, json.loads(line))) + "\n")
+    for line in requests:
+        request = RewardRequest(**json.loads(line))
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        result = call(function, request, failure_score=0.0)
+        faulthandler.cancel_dump_traceback_later()
+        replies.write(json.dumps(asdict(result)) + "\n")
 
 
 if __name__ == "__main__":

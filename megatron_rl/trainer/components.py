@@ -7,9 +7,11 @@ built), then the policy, then the engine. Nothing is trained here.
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from checkpoints_tools.hf import HFReader
-from megatron_rl.config import RunConfig
+from megatron_rl.config import PolicyConfig, RunConfig
+from megatron_rl.config.sft import SFTConfig
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
@@ -45,10 +47,34 @@ class Components:
 
     config: RunConfig
     inputs: Inputs
-    loader: PromptLoader
+    loader: PromptLoader[TokenizedPrompt]
     policy: Policy
     reference: FrozenPolicy | None
     engine: Engine
+
+
+class RunParts(Protocol):
+    """What every kind of run has: enough to evaluate, record, save and export."""
+
+    @property
+    def config(self) -> RunConfig | SFTConfig:
+        """The run."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the run reads."""
+
+    @property
+    def loader(self) -> PromptLoader[Any]:
+        """Training data, with its position."""
+
+    @property
+    def policy(self) -> Policy:
+        """The trained policy."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """What samples and evaluates, if anything does."""
 
 
 def load_inputs(config: RunConfig, model_path: Path) -> Inputs:
@@ -57,11 +83,7 @@ def load_inputs(config: RunConfig, model_path: Path) -> Inputs:
     Raises:
         ValueError: The model, a data source, or the reward function is not usable.
     """
-    reader = HFReader(model_path)
-    spec = model_spec(reader.config)
-    eos = eos_token_ids(reader.config, reader.generation_config)
-    if not eos:
-        raise ValueError(f"{model_path} names no EOS token; add eos_token_id to its config.json")
+    spec, eos = read_model(model_path)
     longest = config.max_sequence_length_tokens
     if longest > spec.max_position_embeddings:
         raise ValueError(
@@ -73,7 +95,7 @@ def load_inputs(config: RunConfig, model_path: Path) -> Inputs:
     return Inputs(
         model_path=model_path,
         spec=spec,
-        eos_token_ids=tuple(eos),
+        eos_token_ids=eos,
         flow=resolve_flow(config.precision.flow),
         tokenizer=tokenizer,
         stop_token_ids=tokenizer.stop_token_ids(config.rollout.stop),
@@ -81,6 +103,19 @@ def load_inputs(config: RunConfig, model_path: Path) -> Inputs:
         val_prompts=val,
         rewards=RewardManager(config.reward),
     )
+
+
+def read_model(model_path: Path) -> tuple[ModelSpec, tuple[int, ...]]:
+    """The model's description and its EOS tokens.
+
+    Raises:
+        ValueError: The model is not supported or names no EOS token.
+    """
+    reader = HFReader(model_path)
+    eos = eos_token_ids(reader.config, reader.generation_config)
+    if not eos:
+        raise ValueError(f"{model_path} names no EOS token; add eos_token_id to its config.json")
+    return model_spec(reader.config), tuple(eos)
 
 
 def build_components(config: RunConfig, inputs: Inputs, layout: ParallelLayout) -> Components:
@@ -92,14 +127,15 @@ def build_components(config: RunConfig, inputs: Inputs, layout: ParallelLayout) 
     loader = PromptLoader(
         inputs.train_prompts, config.data.train_batch_size, config.seed, config.data.shuffle
     )
-    reader = HFReader(inputs.model_path)
-    policy = Policy(inputs.spec, inputs.flow, config.policy, layout)
-    unrounded = policy.load(reader, list(reader))
-    policy.make_trainable(
-        config.trainer.total_steps * config.optimizer_steps_per_rollout, unrounded
+    policy = build_policy(
+        config.policy,
+        inputs,
+        layout,
+        config.trainer.total_steps * config.optimizer_steps_per_rollout,
     )
     reference = None
     if config.algorithm.kl.coefficient:
+        reader = HFReader(inputs.model_path)
         reference = FrozenPolicy(inputs.spec, inputs.flow, config.policy, layout)
         reference.load(reader, list(reader))
     return Components(
@@ -112,7 +148,18 @@ def build_components(config: RunConfig, inputs: Inputs, layout: ParallelLayout) 
     )
 
 
-def build_engine(config: RunConfig, inputs: Inputs, policy: FrozenPolicy) -> Engine:
+def build_policy(
+    config: PolicyConfig, inputs: Inputs, layout: ParallelLayout, total_optimizer_steps: int
+) -> Policy:
+    """The trainable policy, with the weights of the model."""
+    reader = HFReader(inputs.model_path)
+    policy = Policy(inputs.spec, inputs.flow, config, layout)
+    unrounded = policy.load(reader, list(reader))
+    policy.make_trainable(total_optimizer_steps, unrounded)
+    return policy
+
+
+def build_engine(config: RunConfig | SFTConfig, inputs: Inputs, policy: FrozenPolicy) -> Engine:
     """The colocated vLLM engine."""
     from megatron_rl.rollout.vllm_engine import VLLMEngine
 

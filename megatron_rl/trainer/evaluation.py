@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_rl.config import RunConfig
+from megatron_rl.config.sft import SFTConfig
 from megatron_rl.data.tokenizer import Tokenizer
 from megatron_rl.data.types import TokenizedPrompt
 from megatron_rl.metrics import Rollout
@@ -96,7 +97,7 @@ def evaluate(
     engine: Engine,
     tokenizer: Tokenizer,
     rewards: RewardManager,
-    config: RunConfig,
+    config: RunConfig | SFTConfig,
     stop_token_ids: tuple[int, ...],
 ) -> Evaluation:
     """Evaluates the engine's policy on held-out prompts.

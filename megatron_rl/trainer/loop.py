@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_rl.config import RunConfig
+from megatron_rl.config.sft import SFTConfig
 from megatron_rl.policy.policy import NonFiniteError
 from megatron_rl.rollout import NonFiniteWeights, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
 from megatron_rl.trainer.batch import RolloutBatch, make_batch
-from megatron_rl.trainer.components import Components
+from megatron_rl.trainer.components import Components, RunParts
 from megatron_rl.trainer.evaluation import Evaluation, evaluate, score_completions
 from megatron_rl.trainer.step_metrics import batch_metrics, throughput_metrics
 from megatron_rl.trainer.timing import Timings
@@ -73,15 +75,24 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
         state.step = step
         metrics |= batch_metrics(batch) | throughput_metrics(batch, metrics, timings)
         recorder.step(step, metrics, batch, texts)
-        last = step == config.trainer.total_steps
-        interval = config.evaluation.interval_steps
-        if last or (interval and step % interval == 0):
+        if evaluation_is_due(config, step):
             run_evaluation(parts, step, recorder, timings)
-        interval = config.trainer.save_interval_steps
-        if (last and config.trainer.save_final_checkpoint) or (
-            interval and step % interval == 0 and not last
-        ):
+        if checkpoint_is_due(config, step):
             recorder.save(step)
+
+
+def evaluation_is_due(config: RunConfig | SFTConfig, step: int) -> bool:
+    """Whether a finished step is followed by an evaluation."""
+    interval = config.evaluation.interval_steps
+    return step == config.trainer.total_steps or bool(interval and step % interval == 0)
+
+
+def checkpoint_is_due(config: RunConfig | SFTConfig, step: int) -> bool:
+    """Whether a finished step is followed by a checkpoint."""
+    trainer = config.trainer
+    if step == trainer.total_steps:
+        return trainer.save_final_checkpoint
+    return bool(trainer.save_interval_steps and step % trainer.save_interval_steps == 0)
 
 
 def training_sampling(parts: Components, step: int) -> Sampling:
@@ -98,15 +109,17 @@ def training_sampling(parts: Components, step: int) -> Sampling:
     )
 
 
-def sync(parts: Components, version: int) -> None:
+def sync(parts: RunParts, version: int) -> None:
     """Hands the policy's weights to the engine."""
+    assert parts.engine is not None
     parts.engine.update_weights(stream_weights(parts.policy, parts.inputs.flow), version)
 
 
-def run_evaluation(parts: Components, step: int, recorder: Recorder, timings: Timings) -> None:
+def run_evaluation(parts: RunParts, step: int, recorder: Recorder, timings: Timings) -> None:
     """Evaluates on the held-out prompts, if there are any."""
     if not parts.inputs.val_prompts:
         return
+    assert parts.engine is not None
     with timings.measure("eval"):
         evaluation = evaluate(
             step,

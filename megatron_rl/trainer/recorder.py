@@ -16,7 +16,7 @@ from megatron_rl.metrics import (
 )
 from megatron_rl.policy.checkpoint import save_checkpoint
 from megatron_rl.trainer.batch import RolloutBatch
-from megatron_rl.trainer.components import Components
+from megatron_rl.trainer.components import RunParts
 from megatron_rl.trainer.evaluation import Evaluation, rollout_record
 from megatron_rl.trainer.run_directory import check_free_space
 
@@ -28,7 +28,7 @@ class RunRecorder:
     """The recorder of a run; see :class:`megatron_rl.trainer.loop.Recorder`."""
 
     def __init__(
-        self, parts: Components, run_dir: Path, writer: MetricsWriter | None, console: Console
+        self, parts: RunParts, run_dir: Path, writer: MetricsWriter | None, console: Console
     ) -> None:
         """Records into ``run_dir``; ``writer`` is None on ranks that do not write."""
         self._parts = parts
@@ -36,14 +36,20 @@ class RunRecorder:
         self._writer = writer
         self._console = console
 
-    def step(
-        self, step: int, metrics: dict[str, float], batch: RolloutBatch, texts: list[str]
-    ) -> None:
-        """Records one training step."""
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records a training step that has no rollouts."""
         if self._writer is None:
             return
         self._writer.log(step, metrics)
         self._console.step(step, metrics)
+
+    def step(
+        self, step: int, metrics: dict[str, float], batch: RolloutBatch, texts: list[str]
+    ) -> None:
+        """Records one training step."""
+        self.log(step, metrics)
+        if self._writer is None:
+            return
         count = min(self._parts.config.logging.rollout_samples, len(texts))
         if not count:
             return

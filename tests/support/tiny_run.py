@@ -62,7 +62,12 @@ def megatron_rl(*arguments: str, timeout_s: float = 300, **kwargs) -> subprocess
 
 def train(recipe: Path, *overrides: str, **kwargs) -> Path:
     """Trains and returns the run directory; fails with the output when the run does."""
-    result = megatron_rl("train", "--config", str(recipe), *overrides, **kwargs)
+    return run_command("train", recipe, *overrides, **kwargs)
+
+
+def run_command(command: str, recipe: Path, *overrides: str, **kwargs) -> Path:
+    """Runs a training command and returns the run directory, as :func:`train` does."""
+    result = megatron_rl(command, "--config", str(recipe), *overrides, **kwargs)
     tree = yaml.safe_load(recipe.read_text())
     name = next((o.removeprefix("name=") for o in overrides if o.startswith("name=")), tree["name"])
     run_dir = Path(tree["output_dir"]) / name

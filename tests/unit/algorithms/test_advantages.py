@@ -207,6 +207,8 @@ def test_values_are_float32_and_carry_no_gradient(estimator):
     rewards = torch.tensor([1, 0, 1, 1])
     values = estimator(rewards, torch.zeros(4, dtype=torch.int32)).values
     assert values.dtype == torch.float32 and not values.requires_grad
+    rewards = torch.tensor([0.5, 0.0, 1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    assert not estimator(rewards, torch.zeros(4, dtype=torch.int64)).values.requires_grad
 
 
 def test_errors_name_what_was_wrong():

@@ -138,11 +138,12 @@ def test_the_clamp_comes_before_the_exponential():
 
 
 def test_a_sequence_is_summed_before_it_is_clamped():
-    """Two wild tokens that cancel make an ordinary sequence."""
-    train, rollout = torch.tensor([[0.0, -50.0]]), torch.tensor([[-50.0, 0.0]])
-    assert torch.equal(
-        sequence_mis(train, rollout, torch.ones(1, 2), 2.0).weights, torch.ones(1, 2)
-    )
+    """Log ratios 50, -15, -35 cancel to an ordinary sequence; clamped first, they sum to -15."""
+    train, rollout = torch.tensor([[0.0, -15.0, -35.0]]), torch.tensor([[-50.0, 0.0, 0.0]])
+    mask = torch.ones(1, 3)
+    for rule in (sequence_tis, sequence_mis):
+        assert torch.equal(rule(train, rollout, mask, 2.0).weights, mask)
+    assert torch.equal(geometric_rejection(train, rollout, mask, 0.999, 1.001).weights, mask)
 
 
 def test_metrics_of_a_small_example():
@@ -165,6 +166,51 @@ def test_metrics_of_a_small_example():
     assert truncated["rollout_corr/rollout_is_mean"] == pytest.approx(5.5 / 5)
     assert truncated["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(0.2)
     assert truncated["rollout_corr/rollout_rs_masked_fraction"] == 0
+
+
+@every_rule
+@given(seed=st.integers(0, 2**31))
+@settings(deadline=None, max_examples=25)
+def test_metrics_count_response_tokens_only(name, seed):
+    """A sequence rule's ratio also stands at the padding of its row, which must not be counted."""
+    train, rollout, mask = make_batch(seed)
+    low, high = {
+        "token_tis": (0.0, 1.2),
+        "sequence_tis": (0.0, 1.5),
+        "sequence_mis": (0.0, 1.5),
+        "geometric_rejection": (0.9, 1.1),
+        "icepop": (0.8, 1.25),
+    }[name]
+    ratios = []
+    sequences = [b for b in range(B) if mask[b].any()]
+    for b in sequences:
+        d = [train[b, t].item() - rollout[b, t].item() for t in range(S) if mask[b, t].item()]
+        if name.startswith("sequence"):
+            d = [sum(d)] * len(d)
+        elif name == "geometric_rejection":
+            d = [sum(d) / len(d)] * len(d)
+        ratios += [math.exp(value) for value in d]
+    result = RULES[name](train, rollout, mask)
+    weights, kept = literal(name, train, rollout, mask)
+    of_kept = weights[kept].tolist() or [0.0]
+    assert result.metrics == pytest.approx(
+        {
+            "rollout_corr/rollout_is_mean": sum(of_kept) / len(of_kept),
+            "rollout_corr/rollout_is_max": max(of_kept),
+            "rollout_corr/rollout_is_min": min(of_kept),
+            "rollout_corr/rollout_is_ratio_fraction_high": sum(r > high for r in ratios)
+            / len(ratios),
+            "rollout_corr/rollout_is_ratio_fraction_low": sum(r < low for r in ratios)
+            / len(ratios),
+            "rollout_corr/rollout_rs_masked_fraction": 1 - int(kept.sum()) / len(ratios),
+            "rollout_corr/rollout_rs_seq_masked_fraction": sum(
+                not torch.equal(kept[b], mask[b]) for b in sequences
+            )
+            / len(sequences),
+        },
+        rel=1e-6,
+        abs=1e-12,
+    )
 
 
 @given(seed=st.integers(0, 2**31))
@@ -208,6 +254,8 @@ def test_errors_name_what_was_wrong():
     for rule in (token_tis, sequence_tis, sequence_mis):
         with pytest.raises(ValueError, match="cap is 0.5"):
             rule(x, x, mask, 0.5)
+        with pytest.raises(ValueError, match="cap is nan"):
+            rule(x, x, mask, math.nan)
     for rule in (geometric_rejection, icepop):
         with pytest.raises(ValueError, match=r"the range is \[1.1, 2\]"):
             rule(x, x, mask, 1.1, 2)

@@ -31,15 +31,18 @@ def test_equal_inputs_give_exactly_zero(estimator):
 
 
 def test_k3_keeps_its_digits_near_agreement():
-    """At |log r| = 1e-6 the two terms agree to six digits; float32 would leave one or none."""
-    policy = torch.full((1, 4), -1.0)
-    reference = policy.clone()
-    for i in range(4):
-        for _ in range(8 * (i + 1)):
-            reference[0, i] = torch.nextafter(reference[0, i], torch.tensor(0.0))
-    d = (reference.double() - policy.double()).squeeze(0)
+    """Odd steps of the last place of 0.1: d^2 / 2 is on no coarser grid, so rounding shows.
+
+    With steps that are powers of two, or near 1, k3 in float32 or as exp(d) - 1 - d is exact by
+    luck.
+    """
+    steps = torch.tensor([5, 11, 101, 1001], dtype=torch.int32)
+    policy = torch.full((4,), -0.1)
+    reference = (policy.view(torch.int32) - steps).view(torch.float32)
+    d = reference.double() - policy.double()
+    assert (d > 3e-8).all() and (d < 1e-5).all()
     exact = d**2 / 2 + d**3 / 6
-    torch.testing.assert_close(k3(policy, reference).double().squeeze(0), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(k3(policy, reference).double(), exact, rtol=1e-6, atol=0)
 
 
 def expected_gradient(logits, reference, per_token):

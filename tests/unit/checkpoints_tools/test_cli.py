@@ -32,6 +32,48 @@ def test_import_gguf_calls_the_importer(capsys, tmp_path, monkeypatch):
     ]
 
 
+def test_tiny_writes_the_model_that_it_was_asked_for(capsys, tmp_path):
+    from checkpoints_tools.hf import HFReader
+    from checkpoints_tools.tiny import write_tiny_model
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "head_dim": 32}
+    options = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
+    out = tmp_path / "out"
+    arguments = ["tiny", str(out), "--family", "qwen3", "--tie-word-embeddings", *options]
+    assert run(capsys, *arguments) == (0, f"{out}\n", "")
+    same = write_tiny_model(tmp_path / "same", "qwen3", tie_word_embeddings=True, **sizes)
+    assert HFReader(out).config == HFReader(same).config
+    names = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert all((out / name).read_bytes() == (same / name).read_bytes() for name in names)
+    assert run(capsys, *arguments)[0] == 2  # taken
+    assert run(capsys, *arguments, "--overwrite", "--seed", "1")[0] == 0
+    assert (out / names[0]).read_bytes() != (same / names[0]).read_bytes()
+
+
+def test_every_size_of_tiny_is_one_of_write_tiny_model():
+    from inspect import signature
+
+    from checkpoints_tools.tiny import write_tiny_model
+
+    assert set(cli.TINY_OPTIONS) <= set(signature(write_tiny_model).parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--family", "gpt2"], "Unknown model family 'gpt2'"),
+        (["--num-layers", "0"], "--num-layers is 0; give 1 or more"),
+        (["--num-attention-heads", "0"], "--num-attention-heads is 0"),
+        (["--vocab-size", "10"], "too small for the byte tokenizer"),
+        (["--num-query-groups", "3"], "num_key_value_heads"),
+    ],
+)
+def test_impossible_sizes_of_tiny_are_one_sentence(capsys, tmp_path, options, message):
+    code, out, err = run(capsys, "tiny", str(tmp_path / "out"), *options)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", [["--gguf", "nowhere.gguf"], ["--package", "no-such-package"]])
 def test_wrong_input_is_one_sentence_and_exit_code_2(capsys, tmp_path, kind):
     code, out, err = run(capsys, "import-gguf", *kind, str(tmp_path / "out"))

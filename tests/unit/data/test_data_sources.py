@@ -1,14 +1,18 @@
 """Rows from files and from generated tasks; what is wrong with a row is said by name."""
 
+import datetime
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import DataConfig, DataSourceConfig
+from megatron_rl.data.generated import generator_request, rows_from_entries
+from megatron_rl.data.generator import generate
 from megatron_rl.data.prompts import load_prompts, tokenize_rows
-from megatron_rl.data.sources import drop_overlap, load_rows
+from megatron_rl.data.sources import drop_overlap, load_rows, load_sources
 from megatron_rl.data.tokenizer import load_tokenizer
 
 ADDITION = {
@@ -37,6 +41,12 @@ def file_source(path, **changes):
 
 def addition(**changes):
     return DataSourceConfig(**(ADDITION | changes))
+
+
+def generated(**changes):
+    """Rows of `addition` made in this process, which saves the start of another."""
+    source = addition(**changes)
+    return rows_from_entries(source, *generate(**generator_request(source)))
 
 
 def write_jsonl(path, *records):
@@ -87,6 +97,8 @@ def test_jsonl_and_parquet_hold_the_same_rows(tmp_path):
         ("[1]", "row 2 is a list"),
         ('{"answer": "1"}', "row 2: `prompt` must be text"),
         ('{"prompt": "", "answer": "1"}', "row 2: `prompt` must be text"),
+        ('{"prompt": " \\n", "answer": "1"}', "row 2: `prompt` must be text"),
+        ('{"prompt": 3, "answer": "1"}', "row 2: `prompt` must be text"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "row 2: a chat message needs"),
         ('{"prompt": "a"}', "row 2 has no ground truth"),
         ('{"prompt": "a", "answer": 1, "extra_info": 3}', "row 2: extra_info is a int"),
@@ -97,6 +109,65 @@ def test_an_unreadable_row_is_named(tmp_path, line, message):
     path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
     with pytest.raises(ValueError, match=f"rows.jsonl, {message}"):
         load_rows(file_source(path))
+
+
+def test_a_row_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a", "answer": "b"}\n\xff\xfe\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 2 is not UTF-8"):
+        load_rows(file_source(path))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "answer": "b"}\n')
+    assert load_rows(file_source(path))[0].prompt == "a"
+
+
+def test_a_file_that_is_cut_at_size_says_so(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", *[{"prompt": "a", "answer": 1}] * 3)
+    assert len(load_rows(file_source(path, size=3))) == 3 and not caplog.messages
+    assert len(load_rows(file_source(path, size=2))) == 2
+    assert "more than the 2 rows that data.*.size allows" in caplog.text
+
+
+def test_rows_can_be_sent_to_another_process_whatever_the_file_holds(tmp_path):
+    record = {
+        "prompt": "a",
+        "answer": ["x", "y"],
+        "ability": "math",
+        "extra_info": {"when": datetime.date(2026, 1, 2), "bytes": b"x", "question": None},
+    }
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    (row,) = load_rows(file_source(tmp_path / "a.parquet"))
+    assert row.ground_truth == '["x", "y"]'
+    assert row.extra_info["question"] == "a" and row.extra_info["verifier"] == "math"
+    assert row.extra_info["when"] == "2026-01-02"
+    assert json.loads(json.dumps(row.extra_info)) == row.extra_info
+
+
+def test_a_template_applies_to_the_rows_of_a_file(tmp_path):
+    records = [{"question": f"{i}+1", "answer": i + 1} for i in range(4)]
+    path = write_jsonl(tmp_path / "a.jsonl", *records)
+    source = file_source(
+        path,
+        num_shots=2,
+        shot_template="{question}={answer};",
+        prompt_template="{shots}{question}=",
+    )
+    rows = load_rows(source)
+    assert [row.prompt for row in rows] == [
+        "1+1=2;2+1=3;0+1=",
+        "3+1=4;0+1=1;1+1=",
+        "1+1=2;3+1=4;2+1=",
+        "0+1=1;1+1=2;3+1=",
+    ]
+    assert [row.extra_info["question"] for row in rows] == ["0+1", "1+1", "2+1", "3+1"]
+    with pytest.raises(ValueError, match="only 3 other questions"):
+        load_rows(source.model_copy(update={"num_shots": 4}))
+    chat = write_jsonl(tmp_path / "c.jsonl", {"prompt": CHAT, "answer": 1})
+    with pytest.raises(ValueError, match="apply to text only"):
+        load_rows(file_source(chat, num_shots=1))
 
 
 def test_unusable_files_are_refused(tmp_path):
@@ -114,7 +185,7 @@ def test_unusable_files_are_refused(tmp_path):
 
 
 def test_generated_rows_are_solved_sums_before_an_unsolved_one():
-    rows = load_rows(addition())
+    rows = generated()
     assert len(rows) == 40
     for row in rows:
         *shots, last = row.prompt.split("\n")
@@ -128,9 +199,27 @@ def test_generated_rows_are_solved_sums_before_an_unsolved_one():
 
 
 def test_generated_rows_depend_on_the_seed_alone():
-    assert load_rows(addition()) == load_rows(addition())
-    assert load_rows(addition(seed=1)) != load_rows(addition())
-    assert load_rows(addition(size=10)) == load_rows(addition())[:10]
+    assert generated(seed=1) != generated()
+    assert generated(size=10) == generated()[:10]
+
+
+def test_generated_rows_are_the_same_in_every_process():
+    # These tasks iterate over sets of text, or draw from the global random generator.
+    sources = [addition()] + [
+        DataSourceConfig(name=task, kind="reasoning_gym", task=task, size=60)
+        for task in ("ransom_note", "codeio", "list_functions")
+    ]
+    first = load_sources(sources)
+    assert first == load_sources(sources)
+    assert first[0] == generated()
+    assert [len(rows) for rows in first] == [40, 60, 60, 60]
+
+
+def test_what_generated_rows_hold_survives_json():
+    for row in generated(size=3) + generated(
+        size=3, task="arc_agi", task_config={}, num_shots=0, prompt_template=None
+    ):
+        assert json.loads(json.dumps(row.extra_info)) == row.extra_info
 
 
 @pytest.mark.parametrize(
@@ -140,16 +229,25 @@ def test_generated_rows_depend_on_the_seed_alone():
         ({"task_config": {"min_term": 2}}, "did you mean 'min_terms'"),
         ({"task_config": {"seed": 2}}, "has no option 'seed' here"),
         ({"task_config": {"min_terms": 9, "max_terms": 2}}, "refuses"),
-        ({"prompt_template": "{expresion}"}, "names 'expresion'.*expression"),
+        ({"prompt_template": "{expresion}"}, "KeyError: 'expresion'.*offer answer, expression"),
+        ({"shot_template": "{metadata[expression][x]}"}, "shot_template.*TypeError"),
+        ({"shot_template": "{shots}"}, "shot_template.*'shots'"),
+        ({"prompt_template": "{question"}, "prompt_template.*ValueError"),
+        ({"task": "rush_hour", "task_config": {}}, "has no single answer; set num_shots to 0"),
     ],
 )
 def test_bad_tasks_and_templates_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        load_rows(addition(**changes))
+        generated(**({"size": 2} | changes))
+
+
+def test_a_bad_task_is_refused_with_the_name_of_its_source():
+    with pytest.raises(ValueError, match="data source 'sums': no reasoning-gym task 'chain_sums'"):
+        load_rows(addition(task="chain_sums"))
 
 
 def test_held_out_questions_are_not_trained_on():
-    train, val = load_rows(addition(size=200)), load_rows(addition(seed=9))
+    train, val = generated(size=200), generated(seed=9)
     kept = drop_overlap(train, val)
     questions = {row.extra_info["question"] for row in val}
     assert 0 < len(kept) < len(train)
@@ -187,6 +285,23 @@ def test_chats_go_through_the_template_and_text_does_not(tmp_path, tiny_model_di
     rendered = tokenizer.decode(tokenizer.encode_prompt(chat, False), skip_special_tokens=False)
     assert rendered.startswith("<|im_start|>user\nhi") and rendered.endswith("assistant\n")
     assert tokenizer.encode_prompt(text, True) == tokenizer.encode_prompt(chat, False)
+
+
+def test_a_chat_that_the_template_refuses_is_named(tmp_path, tiny_model_dir):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir("llama"), model)
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    (row,) = load_rows(
+        file_source(write_jsonl(tmp_path / "a.jsonl", {"prompt": CHAT, "answer": 1}))
+    )
+    with pytest.raises(ValueError, match="row 0 of 'file'.*no system role"):
+        load_tokenizer(model).encode_prompt(row, False)
+
+
+def test_text_comes_back_to_the_letter(tiny_model_dir):
+    tokenizer = load_tokenizer(tiny_model_dir("llama"))
+    for text in ("a , b . c ' s  d", " x", "x \n", "1 = 2 ?"):
+        assert tokenizer.decode(tokenizer.encode_response(text)) == text
 
 
 def test_a_stop_string_must_be_one_token(tiny_model_dir):

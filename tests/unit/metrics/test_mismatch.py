@@ -219,6 +219,17 @@ def test_bounds(seed):
     assert 0 <= metrics["rollout_corr/exact_share"] <= 1
 
 
+@given(seed=st.integers(0, 2**31), shift=st.floats(-3, 3), size=st.integers(2, 60))
+@settings(deadline=None, max_examples=60)
+def test_rounding_never_leaves_the_bounds(seed, shift, size):
+    """Equal ratios: ess and the correlation are 1, and rounding alone decides on which side."""
+    generator = torch.Generator().manual_seed(seed)
+    rollout = -torch.rand(1, size, generator=generator, dtype=torch.float64) * 4
+    metrics = mismatch_metrics(rollout + shift, rollout, torch.ones(1, size))
+    assert 1 - 1e-12 < metrics["rollout_corr/ess"] <= 1
+    assert 1 - 1e-9 < metrics[PEARSON] <= 1
+
+
 def test_pearson_of_a_constant_is_undefined_and_says_so():
     constant = torch.full((2, 3), -0.7)
     assert math.isnan(mismatch_metrics(constant, constant - 1, torch.ones(2, 3))[PEARSON])
@@ -239,6 +250,9 @@ def test_wild_tokens_stay_finite():
         assert all(math.isfinite(value) for value in metrics.values())
         assert metrics["rollout_corr/logp_diff_abs_max"] > 9e4
         assert 0 < metrics["rollout_corr/ess"] <= 1
+    # k3 grows linearly on this side: no clamp.
+    k3 = mismatch_metrics(torch.full((1, 3), -100.0), torch.zeros(1, 3), torch.ones(1, 3))
+    assert k3["rollout_corr/k3_kl"] == pytest.approx(99.0)
     # One token of three has all the weight.
     lone = mismatch_metrics(torch.zeros(1, 3), torch.tensor([[-50.0, 0.0, 0.0]]), torch.ones(1, 3))
     assert lone["rollout_corr/ess"] == pytest.approx(1 / 3)
@@ -276,7 +290,10 @@ def test_state_is_a_copy_and_an_empty_part_changes_nothing():
 def test_inputs_that_need_gradients_are_read_only():
     train, rollout, mask = make_batch(1)
     expected = mismatch_metrics(train, rollout, mask)
-    assert mismatch_metrics(train.requires_grad_(), rollout.requires_grad_(), mask) == expected
+    accumulator = MismatchAccumulator()
+    accumulator.add(train.requires_grad_(), rollout.requires_grad_(), mask)
+    assert not accumulator.state().requires_grad
+    assert accumulator.metrics() == expected
 
 
 def test_an_empty_mask_is_refused():
