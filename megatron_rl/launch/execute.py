@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.policy.errors import NonFiniteError
+
 FAILED = 1
 
 
@@ -33,12 +35,8 @@ def execute(config: Any, choose: Callable[[], Callable[..., Path]]) -> int:
     try:
         with quiet(log):
             model_path = resolve_model(config.model.path)
-            from megatron_rl.policy.policy import NonFiniteError
-
             run = choose()
         run(config, model_path, quiet, console)
-    except ValueError:
-        raise
     except (NonFiniteError, OSError) as error:
         print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
         return FAILED

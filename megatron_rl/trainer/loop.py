@@ -5,7 +5,7 @@ from typing import Protocol
 
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sft import SFTConfig
-from megatron_rl.policy.policy import NonFiniteError
+from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.rollout import NonFiniteWeights, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
 from megatron_rl.trainer.batch import RolloutBatch, make_batch

@@ -18,9 +18,10 @@ from megatron_rl.config.sft import SFTConfig
 from megatron_rl.data.examples import Example, load_examples
 from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.packing import PromptGroup, Response
 from megatron_rl.policy.parallel import ParallelLayout
-from megatron_rl.policy.policy import NonFiniteError, Policy
+from megatron_rl.policy.policy import Policy
 from megatron_rl.precision import resolve_flow
 from megatron_rl.rewards.manager import RewardManager
 from megatron_rl.rollout import Engine

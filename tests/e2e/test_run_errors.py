@@ -109,3 +109,11 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_written(recipe):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     assert not list(run.glob("checkpoints/*/manifest.json"))
+
+
+def test_an_output_directory_that_cannot_be_made_is_one_sentence(recipe):
+    result = megatron_rl("train", "--config", str(recipe), "output_dir=/dev/null/runs")
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("megatron-rl: the run failed: "), result.stderr
+    assert "/dev/null/runs" in lines[0]

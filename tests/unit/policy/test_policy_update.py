@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.config import OptimizerConfig
-from megatron_rl.policy.policy import NonFiniteError
+from megatron_rl.policy.errors import NonFiniteError
 from support.groups import random_groups, reference_logprobs, shape_of
 
 

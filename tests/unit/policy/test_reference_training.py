@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.config import OptimizerConfig
+from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.packing import pack_groups
-from megatron_rl.policy.policy import NonFiniteError
 from support.groups import random_groups, reference_logprobs, shape_of
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
