@@ -128,12 +128,11 @@ def block_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
 class PolicyModel(GPTModel):
     """GPTModel over packed prompt groups, with a log-prob head."""
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig) -> None:
-        divisor = VOCAB_DIVISOR * config.tensor_model_parallel_size
+    def __init__(self, spec: ModelSpec, config: TransformerConfig, padded_vocab_size: int) -> None:
         super().__init__(
             config,
             block_spec(spec, config),
-            vocab_size=-(-spec.vocab_size // divisor) * divisor,
+            vocab_size=padded_vocab_size,
             max_sequence_length=spec.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),

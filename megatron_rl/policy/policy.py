@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl.config import PolicyConfig
 from megatron_rl.models import ModelSpec, ParameterMap, parameter_map
 from megatron_rl.platforms import current_platform
+from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.execution import ExecutionOptions, Objective, TokenValues, run_groups
 from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_config
 from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
@@ -26,10 +27,6 @@ from megatron_rl.policy.weights import export_hf_weights, load_hf_weights, mark_
 from megatron_rl.precision import PrecisionFlow
 
 logger = logging.getLogger(__name__)
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is NaN or Inf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,10 @@ class FrozenPolicy:
         )
         self.parameters.check_tp(layout.tp_size)
         self.megatron_config = transformer_config(spec, flow, config)
-        self.model = PolicyModel(spec, self.megatron_config).to(current_platform().device)
+        vocab_size = self.parameters.padded_vocab_size(layout.tp_size)
+        self.model = PolicyModel(spec, self.megatron_config, vocab_size).to(
+            current_platform().device
+        )
         mark_tensor_parallel(self.model, self.parameters)
         half = self.megatron_config.bf16 or self.megatron_config.fp16
         self.wrapped: torch.nn.Module = (

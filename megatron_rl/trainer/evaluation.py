@@ -37,15 +37,15 @@ def score_completions(
 ) -> tuple[list[str], list[RewardResult]]:
     """Texts and rewards of completions, in order."""
     texts = [tokenizer.decode(c.token_ids) for c in completions]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # A reward may fail by time: one rank decides, so that all train on the same numbers.
-        shared: list[list[RewardResult] | None] = [None]
-        if dist.get_rank() == 0:
-            shared[0] = rewards.score(_requests(prompts, completions, texts))
-        dist.broadcast_object_list(shared, src=0)
-        assert shared[0] is not None
-        return texts, shared[0]
-    return texts, rewards.score(_requests(prompts, completions, texts))
+    is_shared = dist.is_initialized() and dist.get_world_size() > 1
+    # A reward may fail by time: one rank decides, so that all train on the same numbers.
+    decided: list[list[RewardResult] | None] = [None]
+    if not is_shared or dist.get_rank() == 0:
+        decided[0] = rewards.score(_requests(prompts, completions, texts))
+    if is_shared:
+        dist.broadcast_object_list(decided, src=0)
+    assert decided[0] is not None
+    return texts, decided[0]
 
 
 def _requests(
