@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from support.tiny_run import megatron_rl, metrics_of, train, write_recipe
+from support.tiny_run import megatron_rl, metrics_of, refusal, train, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -14,11 +14,7 @@ def recipe(tmp_path_factory, tiny_model_dir):
 
 
 def refused(recipe, *overrides):
-    result = megatron_rl("train", "--config", str(recipe), *overrides)
-    assert result.returncode == 2, result.stdout + result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("megatron-rl: error: "), result.stderr
-    return lines[0]
+    return refusal("train", recipe, *overrides)
 
 
 def test_bad_configuration_is_refused_at_once(recipe):

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from checkpoints_tools.hf import HFReader
-from support.tiny_run import megatron_rl, metrics_of, run_command
+from support.tiny_run import megatron_rl, metrics_of, refusal, run_command
 
 REQUIRED_KEYS = """
 sft/loss sft/perplexity actor/grad_norm actor/lr timing_s/update_actor timing_s/step
@@ -100,11 +100,7 @@ def test_a_random_model_learns(recipe):
 
 
 def refused(recipe, *overrides):
-    result = megatron_rl("sft", "--config", str(recipe), *overrides)
-    assert result.returncode == 2, result.stdout + result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("megatron-rl: error: "), result.stderr
-    return lines[0]
+    return refusal("sft", recipe, *overrides)
 
 
 def test_bad_input_ends_with_one_sentence(recipe):

@@ -77,6 +77,15 @@ def run_command(command: str, recipe: Path, *overrides: str, **kwargs) -> Path:
     return run_dir
 
 
+def refusal(command: str, recipe: Path, *overrides: str) -> str:
+    """The one sentence with which a command refuses its input."""
+    result = megatron_rl(command, "--config", str(recipe), *overrides)
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("megatron-rl: error: "), result.stderr
+    return lines[0]
+
+
 def metrics_of(run_dir: Path) -> dict[tuple[int, str], float]:
     """Every metric that is not a time, a rate or memory, by (step, key)."""
     found = {}
