@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.policy.packing import GroupSpan
 
+Spans = tuple[GroupSpan, ...]
 DENSE_LIMIT_TOKENS = 512
 """A group up to this length is one call with a dense mask; a longer one is a call a response, which
 computes no score between siblings."""
@@ -42,7 +43,10 @@ class PackedGroupParams(PackedSeqParams):
 
 
 class GroupAttention(MegatronModule):
-    """Causal attention within each group of a packed stream; drop-in for ``core_attention``."""
+    """Causal attention within each group of a packed stream; drop-in for ``core_attention``.
+
+    With ``rollout_kernel`` the forward pass is the rollout engine's own kernel, bit for bit.
+    """
 
     def __init__(
         self,
@@ -52,12 +56,14 @@ class GroupAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        rollout_kernel: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         assert attention_type == "self", attention_type
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout)
         self.softmax_scale = softmax_scale
+        self.rollout_kernel = rollout_kernel
 
     def forward(
         self,
@@ -84,15 +90,29 @@ class GroupAttention(MegatronModule):
             ``[T, 1, N * D]``.
         """
         assert isinstance(packed_seq_params, PackedGroupParams) and attention_bias is None
-        q, k, v = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))  # [heads, T, D]
+        spans = packed_seq_params.spans
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        if self.rollout_kernel:
+            from megatron_rl.policy.shared_attention import SharedAttention
+
+            output = SharedAttention.apply(
+                q, k, v, spans, self.softmax_scale, self._torch_attention
+            )
+        else:
+            output = self._torch_attention(q, k, v, spans)
+        assert output.shape[0] == query.shape[0], "the spans do not cover the stream"
+        return output.reshape(query.shape[0], 1, -1)
+
+    def _torch_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: Spans
+    ) -> torch.Tensor:
+        """``[T, heads, D]`` operands to ``[T, N, D]``."""
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         pieces = [
-            piece
-            for span in packed_seq_params.spans
-            for piece in _attend_group(q, k, v, span, self.softmax_scale)
+            piece for span in spans for piece in _attend_group(q, k, v, span, self.softmax_scale)
         ]
         output = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        assert output.shape[1] == query.shape[0], "the spans do not cover the stream"
-        return output.transpose(0, 1).reshape(query.shape[0], 1, -1)
+        return output.transpose(0, 1)
 
 
 def _attend_group(

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -112,13 +113,17 @@ def transformer_config(
     return TransformerConfig(**derived, **config.megatron)
 
 
-def block_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSubmodules:
+def block_spec(
+    spec: ModelSpec, flow: PrecisionFlow, config: TransformerConfig
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, as module specs."""
     layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = GroupAttention
+    attention.core_attention = ModuleSpec(
+        GroupAttention, params={"rollout_kernel": "attention" in flow.shared_operators}
+    )
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config)
@@ -128,10 +133,16 @@ def block_spec(spec: ModelSpec, config: TransformerConfig) -> TransformerBlockSu
 class PolicyModel(GPTModel):
     """GPTModel over packed prompt groups, with a log-prob head."""
 
-    def __init__(self, spec: ModelSpec, config: TransformerConfig, padded_vocab_size: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        flow: PrecisionFlow,
+        config: TransformerConfig,
+        padded_vocab_size: int,
+    ) -> None:
         super().__init__(
             config,
-            block_spec(spec, config),
+            block_spec(spec, flow, config),
             vocab_size=padded_vocab_size,
             max_sequence_length=spec.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),

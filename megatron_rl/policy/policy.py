@@ -62,7 +62,7 @@ class FrozenPolicy:
         self.parameters.check_tp(layout.tp_size)
         self.megatron_config = transformer_config(spec, flow, config)
         vocab_size = self.parameters.padded_vocab_size(layout.tp_size)
-        self.model = PolicyModel(spec, self.megatron_config, vocab_size).to(
+        self.model = PolicyModel(spec, flow, self.megatron_config, vocab_size).to(
             current_platform().device
         )
         mark_tensor_parallel(self.model, self.parameters)

@@ -34,4 +34,5 @@ def vllm_precision(flow: PrecisionFlow) -> dict[str, Any]:
         "dtype": flow.compute_dtype,
         "kv_cache_dtype": "auto",  # the engine's dtype, which is the flow's
         "logprobs_mode": "processed_logprobs",  # of the sampled distribution: after the temperature
+        "additional_config": {"megatron_rl_shared_operators": list(flow.shared_operators)},
     }

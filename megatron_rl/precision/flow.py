@@ -16,6 +16,7 @@ from typing import Literal
 
 DType = Literal["float32", "bfloat16", "float16"]
 
+SHAREABLE_OPERATORS = ("norm", "rope", "attention")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -57,6 +58,9 @@ class PrecisionFlow:
     """The optimizer's copy of the weights."""
     gradient_reduction: DType = "float32"
     """Accumulation over micro-batches and reduction over ranks."""
+    shared_operators: tuple[str, ...] = ()
+    """Operators between the products whose bits training and rollout share, where the platform
+    can: of ``norm``, ``rope`` and ``attention``."""
 
     @property
     def compute_dtype(self) -> DType:
@@ -91,6 +95,7 @@ def _uniform(name: str, dtype: DType) -> PrecisionFlow:
         activation_function=dtype,
         embedding=dtype,
         lm_head=dtype,
+        shared_operators=() if dtype == "float32" else SHAREABLE_OPERATORS,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.platforms.cpu_attention import BLOCK_SIZE_TOKENS
 from megatron_rl.precision import PrecisionFlow, vllm_precision
 from megatron_rl.rollout.seeds import derive_seed, preserve_host_rng
 from megatron_rl.rollout.types import Completion, Engine, Sampling
@@ -22,8 +23,7 @@ from megatron_rl.rollout.types import Completion, Engine, Sampling
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "megatron_rl.rollout.worker.WorkerExtension"
-BLOCK_SIZE_TOKENS = 32
-"""KV-cache block: small, so that the prompt of a group is cached, not computed n times."""
+# A small KV-cache block lets the prompt of a group be cached, not computed n times.
 
 
 def engine_arguments(
@@ -53,9 +53,10 @@ def engine_arguments(
         else "uni",
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
+        block_size=BLOCK_SIZE_TOKENS,
         **vllm_precision(flow),
     )
-    defaults: dict[str, Any] = dict(enable_prefix_caching=True, block_size=BLOCK_SIZE_TOKENS)
+    defaults: dict[str, Any] = dict(enable_prefix_caching=True)
     from vllm.engine.arg_utils import EngineArgs
 
     known = set(EngineArgs.__dataclass_fields__)
@@ -100,6 +101,7 @@ class VLLMEngine(Engine):
         arguments = engine_arguments(model_path, flow, config, max_model_len)
         with preserve_host_rng():
             self._llm = LLM(**arguments)
+            self._llm.collective_rpc("rl_share_operators")
         self._expected = frozenset(parameter_names)
         self._eos = tuple(eos_token_ids)
         self._max_model_len = max_model_len

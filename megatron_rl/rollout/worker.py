@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from megatron_rl.rollout.shared_operators import share_operators
 from megatron_rl.rollout.types import NonFiniteWeights
+
+SHARED_OPERATORS = "megatron_rl_shared_operators"
+"""Key of vLLM's ``additional_config`` that names the operators shared with the trainer."""
 
 
 class WorkerExtension:
@@ -54,6 +58,14 @@ class WorkerExtension:
         finally:
             finalize_layerwise_reload(model, config)
         rebuild_tied_head(model)
+        self.rl_share_operators()
+
+    def rl_share_operators(self) -> None:
+        """Aligns the operators that the flow shares with the trainer."""
+        options = self.model_runner.vllm_config.additional_config
+        operators = options.get(SHARED_OPERATORS, ())
+        if operators:
+            share_operators(self.model_runner, operators)
 
 
 def _checked(
