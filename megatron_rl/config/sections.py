@@ -23,10 +23,23 @@ class ModelConfig(ConfigSection):
 
 
 class PrecisionConfig(ConfigSection):
-    """The precision flow, which sets the dtypes of training, rollout and weight sync together."""
+    """The precision flow, which sets the formats of training, rollout and weight sync together."""
 
-    flow: str = "bf16"
-    """Name of the flow: ``bf16`` (default) or ``fp32``."""
+    flow: str | dict[str, Any] = "bf16"
+    """Name of the flow (``bf16``, ``fp16``, ``fp8``, ``fp8_rollout``, ``fp32``), or a mapping of
+    ``base`` and the roles that differ from it (see docs/precision.md)."""
+    exact: bool = True
+    """Share the operators between the products with the rollout engine, so that sampled log-probs
+    are reproduced bit for bit, where the platform can (CPU, rollout TP 1). False: each engine's own
+    operators."""
+    allow_mismatch: bool = False
+    """Start although rollout computes in other formats than training. The run says so in every
+    header and report."""
+    gate: Literal["warn", "stop", "off"] = "warn"
+    """What to do when log-probs of rollout and policy differ at the first step by more than
+    ``gate_bound``, where weights are identical."""
+    gate_bound: float | None = Field(default=None, ge=0)
+    """Largest accepted mean difference of log-probs; by default the flow's own bound."""
 
 
 class DataSourceConfig(ConfigSection):

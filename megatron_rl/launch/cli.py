@@ -10,7 +10,7 @@ from megatron_rl.config import ConfigError, dump_config, load_config
 from megatron_rl.launch.execute import execute
 from megatron_rl.launch.inference import add_eval_parser, add_generate_parser
 from megatron_rl.launch.sft import add_sft_parser
-from megatron_rl.precision import flow_names, resolve_flow
+from megatron_rl.precision import flow_names, flow_of, resolve_flow
 
 BAD_INPUT = 2
 
@@ -61,10 +61,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    resolve_flow(config.precision.flow)
+    flow_of(config.precision)
     if arguments.dry_run:
         print(dump_config(config), end="")
-        print(f"# flow: {resolve_flow(config.precision.flow).short_str()}")
+        print(f"# flow: {flow_of(config.precision).short_str()}")
         return 0
     return execute(config, _run_training)
 

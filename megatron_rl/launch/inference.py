@@ -19,7 +19,7 @@ from megatron_rl.config import ConfigError, RunConfig, load_config
 from megatron_rl.metrics.evaluations import EVALUATION_KEY
 from megatron_rl.metrics.files import atomic_write, json_line
 from megatron_rl.metrics.text import format_fixed, format_percent, visible
-from megatron_rl.precision import resolve_flow
+from megatron_rl.precision import flow_of
 
 FAILED = 1
 TABLE_WIDTH = 100
@@ -71,7 +71,7 @@ def add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 def _eval(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    resolve_flow(config.precision.flow)
+    flow_of(config.precision)
     _check_output(arguments.output)
 
     def work(model_path: Path, quiet: Callable[[], AbstractContextManager[None]]) -> Any:
@@ -99,7 +99,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"{flag} is {value} and must be at least 1")
             overrides.append(f"{key}={json.dumps(value)}")
     config = load_config(arguments.config, overrides)
-    resolve_flow(config.precision.flow)
+    flow_of(config.precision)
     temperature = arguments.temperature
     if temperature is None:
         temperature = config.rollout.temperature

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rl.config import apply_overrides, dump_config, read_yaml, validate
 from megatron_rl.config.sft import SFTConfig
 from megatron_rl.launch.execute import execute
-from megatron_rl.precision import resolve_flow
+from megatron_rl.precision import flow_of
 
 
 def add_sft_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -22,7 +22,7 @@ def add_sft_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 def _sft(arguments: argparse.Namespace) -> int:
     tree = apply_overrides(read_yaml(arguments.config), arguments.overrides)
     config = validate(tree, SFTConfig)
-    flow = resolve_flow(config.precision.flow)
+    flow = flow_of(config.precision)
     if arguments.dry_run:
         print(dump_config(config), end="")
         print(f"# flow: {flow.short_str()}")

@@ -1,23 +1,54 @@
-"""The precision flow: one object that says in which format every role of a run computes.
+"""The precision flow: one object that fixes every numeric format of training and rollout.
 
-Reinforcement learning samples from one engine and differentiates another. When the two round
-differently, the run is off-policy without anybody having asked for it. A :class:`PrecisionFlow`
-therefore names, once, the format of every *role* (linear weights and inputs, norms, attention,
-logits, master weights, ...), and everything downstream - Megatron's dtypes, vLLM's configuration,
-the wire format of weight sync, a checkpoint's metadata - is derived from it and from nothing else.
+In RL the rollout engine samples from a policy and the trainer differentiates it. Where the two
+round differently, the run is off-policy without anybody having asked for it. A
+:class:`PrecisionFlow` therefore names, once, the format of every *role* (operands of the products,
+norms, attention, logits, master weights, ...), and everything downstream - Megatron's dtypes and
+linear layers, vLLM's configuration, the wire format of weight sync, a checkpoint's metadata - is
+derived from it and from nothing else.
 
 This module imports no torch, so a flow can be printed and checked on a login node.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
+
+from megatron_rl.precision.formats import BlockFormat, MXFormat
 
 DType = Literal["float32", "bfloat16", "float16"]
+Format = DType | BlockFormat | MXFormat
 
-SHAREABLE_OPERATORS = ("norm", "rope", "attention")
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SHAREABLE_OPERATORS = ("norm", "rope", "attention")
+BETWEEN_PRODUCTS = (
+    "attention",
+    "kv_cache",
+    "residual_add",
+    "norm",
+    "rope",
+    "activation_function",
+    "embedding",
+)
+"""Roles that share one dtype: neither engine can hold them apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scaling of an FP16 flow (arXiv 1710.03740; the values of arXiv 2510.26788)."""
+
+    initial: float = 32768.0
+    """Scale of the first step."""
+    growth_interval_steps: int = 400
+    """Steps without overflow after which the scale doubles."""
+    hysteresis: int = 1
+    """Overflows in a row before the scale is lowered."""
+    backoff: float = 0.5
+    """Factor of the scale after an overflow."""
+    floor: float = 1.0
+    """Smallest scale."""
+    max_steps_at_floor: int = 10
+    """Overflows in a row with the scale at its floor after which the run ends: the policy itself
+    has left the finite numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +61,16 @@ class PrecisionFlow:
 
     name: str
     """The name a configuration refers to it by."""
-    linear_weight: DType
-    """Weights of the linear layers, as multiplied with."""
-    linear_input: DType
-    """Inputs of the linear layers."""
-    output_gradient: DType
-    """Gradients that flow between operators in the backward pass."""
+    linear_weight: Format
+    """Weights of the linear layers, in the forward and data-gradient products."""
+    linear_input: Format
+    """Inputs of the linear layers; the weight gradient uses the same format along the tokens."""
+    output_gradient: Format
+    """Output gradients of the linear layers, in both backward products."""
+    rollout_linear_weight: Format | None = None
+    """What rollout multiplies with instead of ``linear_weight``; None: the same."""
+    rollout_linear_input: Format | None = None
+    """Rollout's inputs instead of ``linear_input``; None: the same."""
     attention: DType
     """Queries, keys and values; softmax and accumulation are FP32 inside the kernel."""
     kv_cache: DType
@@ -58,69 +93,115 @@ class PrecisionFlow:
     """The optimizer's copy of the weights."""
     gradient_reduction: DType = "float32"
     """Accumulation over micro-batches and reduction over ranks."""
+    exempt_first_layers: int = 0
+    """Leading layers whose linears stay in the compute dtype."""
+    exempt_last_layers: int = 0
+    """Trailing layers whose linears do."""
+    exempt_modules: tuple[str, ...] = ()
+    """Patterns over Hugging Face module names of further linears that do."""
+    loss_scale: LossScale | None = None
+    """Loss scaling; FP16 only."""
     shared_operators: tuple[str, ...] = ()
     """Operators between the products whose bits training and rollout share, where the platform
     can: of ``norm``, ``rope`` and ``attention``."""
 
+    def __post_init__(self) -> None:
+        """Refuses what no pair of engines computes."""
+        others = {getattr(self, role) for role in BETWEEN_PRODUCTS}
+        if len(others) > 1:
+            listing = ", ".join(f"{role}={getattr(self, role)}" for role in BETWEEN_PRODUCTS)
+            raise ValueError(
+                f"flow {self.name!r} mixes dtypes between the products ({listing}); neither "
+                "Megatron nor vLLM can hold them apart, so give them one"
+            )
+        if self.lm_head not in ("float32", self.compute_dtype):
+            raise ValueError(
+                f"flow {self.name!r}: lm_head={self.lm_head!r} is neither the compute dtype "
+                f"{self.compute_dtype!r} nor 'float32'; choose one of the two"
+            )
+        for role in ("logits", "master_weight", "gradient_reduction"):
+            if getattr(self, role) != "float32":
+                raise ValueError(
+                    f"flow {self.name!r}: {role}={getattr(self, role)!r} must be 'float32'"
+                )
+        if self.loss_scale is not None and self.compute_dtype != "float16":
+            raise ValueError(
+                f"flow {self.name!r} has a loss scale and computes in {self.compute_dtype}; only "
+                "float16 needs one, remove it"
+            )
+        for role in ("linear_weight", "linear_input", "output_gradient"):
+            value = getattr(self, role)
+            if isinstance(value, str) and value != self.compute_dtype:
+                raise ValueError(
+                    f"flow {self.name!r}: {role}={value!r} is neither quantised nor the compute "
+                    f"dtype {self.compute_dtype!r}"
+                )
+
     @property
     def compute_dtype(self) -> DType:
         """The dtype of parameters and activations, in training and in rollout alike."""
-        return self.linear_weight
+        return self.residual_add
+
+    @property
+    def rollout_weight(self) -> Format:
+        """What rollout's linears multiply with."""
+        return self.rollout_linear_weight or self.linear_weight
+
+    @property
+    def rollout_input(self) -> Format:
+        """What rollout's linears take as input."""
+        return self.rollout_linear_input or self.linear_input
+
+    @property
+    def trains_quantised(self) -> bool:
+        """Whether training multiplies quantised weights."""
+        return not isinstance(self.linear_weight, str)
+
+    @property
+    def serves_quantised(self) -> bool:
+        """Whether rollout multiplies quantised weights."""
+        return not isinstance(self.rollout_weight, str)
 
     def short_str(self) -> str:
         """A one-line summary, such as ``bf16 (compute bf16, logits fp32, master fp32)``."""
-        return (
-            f"{self.name} (compute {SHORT[self.compute_dtype]}, logits {SHORT[self.logits]}, "
-            f"master {SHORT[self.master_weight]}, gradient reduction "
-            f"{SHORT[self.gradient_reduction]})"
-        )
+        parts = [f"compute {SHORT[self.compute_dtype]}"]
+        if self.trains_quantised:
+            parts.append(
+                f"linears {format_str(self.linear_weight)} x {format_str(self.linear_input)}, "
+                f"gradients {format_str(self.output_gradient)}"
+            )
+        if self.rollout_weight != self.linear_weight or self.rollout_input != self.linear_input:
+            parts.append(
+                f"ROLLOUT {format_str(self.rollout_weight)} x {format_str(self.rollout_input)}"
+            )
+        if self.lm_head != self.compute_dtype:
+            parts.append(f"lm_head {SHORT[self.lm_head]}")
+        parts += [
+            f"logits {SHORT[self.logits]}",
+            f"master {SHORT[self.master_weight]}",
+            f"gradient reduction {SHORT[self.gradient_reduction]}",
+        ]
+        return f"{self.name} ({', '.join(parts)})"
 
     def describe(self) -> str:
         """Every role and its format, one a line."""
-        rows = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return "\n".join(f"{name:20s} {SHORT.get(value, value)}" for name, value in rows)
-
-
-def _uniform(name: str, dtype: DType) -> PrecisionFlow:
-    return PrecisionFlow(
-        name=name,
-        linear_weight=dtype,
-        linear_input=dtype,
-        output_gradient=dtype,
-        attention=dtype,
-        kv_cache=dtype,
-        residual_add=dtype,
-        norm=dtype,
-        rope=dtype,
-        activation_function=dtype,
-        embedding=dtype,
-        lm_head=dtype,
-        shared_operators=() if dtype == "float32" else SHAREABLE_OPERATORS,
-    )
-
-
-_FLOWS: dict[str, Callable[[], PrecisionFlow]] = {
-    "bf16": lambda: _uniform("bf16", "bfloat16"),
-    "fp32": lambda: _uniform("fp32", "float32"),
-}
-
-
-def flow_names() -> list[str]:
-    """Names that :func:`resolve_flow` accepts."""
-    return sorted(_FLOWS)
-
-
-def resolve_flow(name: str) -> PrecisionFlow:
-    """Looks a flow up by name.
-
-    Raises:
-        ValueError: No flow of that name exists; the message lists those that do.
-    """
-    if name not in _FLOWS:
-        nearest = get_close_matches(name, _FLOWS, n=1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else "choose one of them"
-        raise ValueError(
-            f"precision.flow={name!r} is not a flow of this version, which has "
-            f"{', '.join(flow_names())}; {hint}"
+        return "\n".join(
+            f"{field.name:22s} {_value_str(getattr(self, field.name))}" for field in fields(self)
         )
-    return _FLOWS[name]()
+
+
+def format_str(value: Format) -> str:
+    """A format in a word or two: ``bf16``, ``e4m3 1x128 pow2``."""
+    return SHORT[value] if isinstance(value, str) else value.short_str()
+
+
+def _value_str(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, BlockFormat | MXFormat):
+        return value.short_str()
+    if isinstance(value, tuple):
+        return ", ".join(value) or "-"
+    if isinstance(value, LossScale):
+        return ", ".join(f"{f.name} {getattr(value, f.name):g}" for f in fields(value))
+    return str(SHORT.get(value, value))

@@ -19,7 +19,7 @@ from megatron_rl.data.types import TokenizedPrompt
 from megatron_rl.models import ModelSpec, eos_token_ids, model_spec
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.policy.policy import FrozenPolicy, Policy
-from megatron_rl.precision import PrecisionFlow, resolve_flow
+from megatron_rl.precision import PrecisionFlow, flow_of
 from megatron_rl.rewards.manager import RewardManager
 from megatron_rl.rollout import Engine
 
@@ -96,7 +96,7 @@ def load_inputs(config: RunConfig, model_path: Path) -> Inputs:
         model_path=model_path,
         spec=spec,
         eos_token_ids=eos,
-        flow=resolve_flow(config.precision.flow),
+        flow=flow_of(config.precision),
         tokenizer=tokenizer,
         stop_token_ids=tokenizer.stop_token_ids(config.rollout.stop),
         train_prompts=train,

@@ -22,7 +22,7 @@ from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.packing import PromptGroup, Response
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.precision import resolve_flow
+from megatron_rl.precision import flow_of
 from megatron_rl.rewards.manager import RewardManager
 from megatron_rl.rollout import Engine
 from megatron_rl.trainer.components import Inputs, build_engine, build_policy, read_model
@@ -93,7 +93,7 @@ def load_sft_inputs(config: SFTConfig, model_path: Path) -> Inputs:
         model_path=model_path,
         spec=spec,
         eos_token_ids=eos,
-        flow=resolve_flow(config.precision.flow),
+        flow=flow_of(config.precision),
         tokenizer=tokenizer,
         stop_token_ids=tokenizer.stop_token_ids(config.evaluation.stop),
         train_prompts=list(train),

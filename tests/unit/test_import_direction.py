@@ -60,7 +60,13 @@ ONLY_IN: dict[str, list[str]] = {
 VLLM_AT_THE_TOP = ["megatron_rl/rollout/worker.py"]
 
 # A configuration is checked, and a flow compared, on machines and in moments without torch.
-WITHOUT_TORCH = ["megatron_rl/config/*", "megatron_rl/precision/flow.py"]
+WITHOUT_TORCH = [
+    "megatron_rl/config/*",
+    "megatron_rl/precision/flow.py",
+    "megatron_rl/precision/flows.py",
+    "megatron_rl/precision/formats.py",
+    "megatron_rl/precision/partition.py",
+]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def test_a_flow_names_every_role_and_cannot_be_changed():
 
 
 def test_an_unknown_flow_is_refused_with_the_nearest(capsys):
-    assert flow_names() == ["bf16", "fp32"]
+    assert flow_names() == ["bf16", "fp16", "fp32", "fp8", "fp8_rollout", "mxfp8"]
     with pytest.raises(ValueError, match="did you mean 'bf16'"):
         resolve_flow("bf61")
     assert main(["precision", "show", "fp23"]) == 2
