@@ -1,0 +1,149 @@
+"""The reference quantiser: block-scaled FP8 as Transformer Engine defines it, in plain torch.
+
+    quantize_block    x [M, K] -> codes [M, K] FP8, scale_inv [ceil(M/bm), ceil(K/bk)] FP32
+    dequantize_block  codes * scale_inv, rounded once to the wanted dtype
+
+The rule is in :mod:`megatron_rl.precision.scaling`. Blocks are 128x128 for weights, 1x128 for
+operands scaled along the columns and 128x1 for those scaled along the rows; the block at an edge is
+what is left of it, with nothing padded. Quantising the transpose with the transposed block shape
+gives the transposed codes and scales.
+
+Training on a CPU, the CPU kernel of rollout, weight sync, the checkpoint tools and the tests call
+these functions; on CUDA they are the reference that kernels are compared with.
+"""
+
+import torch
+
+from megatron_rl.precision.formats import ScaleMode
+from megatron_rl.precision.scaling import block_amax, blocks_of, fp8_max, scale_from_amax
+
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NAN_CODE = 0x7F
+
+
+def quantize_block(
+    x: torch.Tensor,
+    block_shape: tuple[int, int] = (128, 128),
+    scale_mode: ScaleMode = "pow2",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    amax_epsilon: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises a matrix to FP8 with one scale a block.
+
+    Args:
+        x: ``[M, K]`` bfloat16, float16 or float32; with blocks of one row also ``[..., K]``.
+        block_shape: ``(bm, bk)``: rows and columns that share a scale.
+        scale_mode: ``pow2`` rounds scales down to powers of two, ``fp32`` leaves them.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        amax_epsilon: Floor under a block's largest magnitude.
+
+    Returns:
+        The codes, of the shape of ``x``, and ``scale_inv``, float32
+        ``[ceil(M / bm), ceil(K / bk)]`` (or ``[..., ceil(K / bk)]``): what a code is multiplied by.
+
+    Raises:
+        ValueError: A dtype, shape or mode is not one of the above.
+    """
+    matrix = _as_matrix(x, block_shape)
+    scaled, scale, is_finite = _scaled(matrix, block_shape, scale_mode, dtype, amax_epsilon)
+    codes = scaled.to(dtype)
+    if not is_finite:
+        codes.view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
+    scale_shape = (*x.shape[:-1], scale.shape[1]) if block_shape[0] == 1 else scale.shape
+    return codes.view(x.shape), scale.reciprocal().view(scale_shape)
+
+
+def dequantize_block(
+    codes: torch.Tensor,
+    scale_inv: torch.Tensor,
+    block_shape: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Multiplies FP8 codes by their scales: the inverse of :func:`quantize_block`.
+
+    The product is taken in float32 and rounded once. With ``pow2`` scales it is exact in bfloat16
+    and float32 as long as it stays a normal number.
+
+    Args:
+        codes: ``[M, K]`` (or ``[..., K]`` with blocks of one row), an FP8 dtype.
+        scale_inv: float32 ``[ceil(M / bm), ceil(K / bk)]`` (or ``[..., ceil(K / bk)]``).
+        block_shape: ``(bm, bk)``.
+        dtype: Of the result.
+
+    Returns:
+        The values, of the shape of ``codes``.
+
+    Raises:
+        ValueError: ``codes`` is not FP8, or ``scale_inv`` has another shape than the blocks.
+    """
+    matrix = codes.reshape(-1, codes.shape[-1])
+    (m, k), (bm, bk) = matrix.shape, block_shape
+    blocks = (-(-m // bm), -(-k // bk))
+    expected = (*codes.shape[:-1], blocks[1]) if bm == 1 else blocks
+    if scale_inv.shape != expected:
+        raise ValueError(
+            f"scale_inv has shape {list(scale_inv.shape)}, but codes {list(codes.shape)} in blocks "
+            f"of {bm}x{bk} have {list(expected)} scales; pass the scales without padding"
+        )
+    values = matrix.to(torch.float32)
+    _multiply_blocks_(values, scale_inv.reshape(blocks), block_shape)
+    return values.to(dtype).view(codes.shape)
+
+
+def _as_matrix(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
+    """``x`` as ``[M, K]``, after the checks of what a caller may pass."""
+    if x.dtype not in SOURCE_DTYPES:
+        raise ValueError(
+            f"x has dtype {x.dtype}; what is quantised must be bfloat16, float16 or float32"
+        )
+    if len(block_shape) != 2 or min(block_shape) < 1:
+        raise ValueError(
+            f"block_shape={block_shape} is no block; pass the rows and columns that share a scale, "
+            "such as (128, 128) or (1, 128)"
+        )
+    if x.ndim == 2 or (x.ndim > 0 and block_shape[0] == 1):
+        return x.reshape(-1, x.shape[-1])
+    raise ValueError(
+        f"x has shape {list(x.shape)}, but blocks of {block_shape[0]} rows need a matrix [M, K]; "
+        "flatten the leading dimensions first"
+    )
+
+
+def _scaled(
+    x: torch.Tensor,
+    block_shape: tuple[int, int],
+    scale_mode: ScaleMode,
+    dtype: torch.dtype,
+    amax_epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Elements times their scale, float32, and the scales of the blocks.
+
+    The third value is True where every element is known to be finite. Then none exceeds
+    ``fp8_max`` by more than rounding, and neither saturation nor NaN needs a pass over the data.
+    """
+    scaled = x.to(torch.float32, copy=True)
+    amax = block_amax(scaled, block_shape)
+    # Asking waits for the device, which only the CPU does for free.
+    is_finite = x.device.type == "cpu" and bool(amax.isfinite().all())
+    if not is_finite:
+        amax = block_amax(scaled.masked_fill(scaled.isnan(), 0.0), block_shape)
+    scale = scale_from_amax(
+        amax,
+        scale_mode=scale_mode,
+        dtype=dtype,
+        source_dtype=x.dtype,
+        amax_epsilon=amax_epsilon,
+    )
+    _multiply_blocks_(scaled, scale, block_shape)
+    if not is_finite:
+        limit = fp8_max(dtype)
+        scaled.clamp_(-limit, limit)  # keeps NaN
+    return scaled, scale, is_finite
+
+
+def _multiply_blocks_(
+    x: torch.Tensor, per_block: torch.Tensor, block_shape: tuple[int, int]
+) -> None:
+    """Multiplies every block of ``x`` by its own number, in place."""
+    for part, factor in blocks_of(x, per_block, block_shape):
+        part.mul_(factor[:, None, :, None])
