@@ -8,6 +8,7 @@ Nothing here imports Megatron, transformers or vLLM, and nothing touches a file.
 """
 
 from megatron_rl.models.hf_config import eos_token_ids, model_spec
+from megatron_rl.models.linears import linear_plan, linear_shapes
 from megatron_rl.models.mapping import ParameterMap, parameter_map
 from megatron_rl.models.registry import families, family_of
 from megatron_rl.models.spec import ModelSpec, RopeSpec
@@ -19,6 +20,8 @@ __all__ = [
     "eos_token_ids",
     "families",
     "family_of",
+    "linear_plan",
+    "linear_shapes",
     "model_spec",
     "parameter_map",
 ]

@@ -2,7 +2,31 @@
 
 from megatron_rl.models.layout import FusedGateUp, FusedQKV
 from megatron_rl.models.mapping import ParameterMap
-from megatron_rl.precision.partition import LinearShape
+from megatron_rl.precision import LinearPlan, LinearShape, PrecisionFlow, plan_linears
+
+
+def linear_plan(parameters: ParameterMap, flow: PrecisionFlow) -> LinearPlan:
+    """Which linear layers of a model a flow quantises; all empty for a flow that quantises none.
+
+    Raises:
+        ValueError: The flow exempts modules that the model does not have, or no layer is left that
+            it could quantise.
+    """
+    if not (flow.trains_quantised or flow.serves_quantised):
+        return LinearPlan(quantised=(), exempt=())
+    plan = plan_linears(
+        linear_shapes(parameters),
+        num_layers=parameters.spec.num_layers,
+        exempt_first_layers=flow.exempt_first_layers,
+        exempt_last_layers=flow.exempt_last_layers,
+        exempt_modules=flow.exempt_modules,
+    )
+    if not plan.quantised:
+        raise ValueError(
+            f"flow {flow.name!r} can quantise no linear layer of this model: {plan.summary()}; "
+            "use the flow bf16, or a model whose dimensions are multiples of 128"
+        )
+    return plan
 
 
 def linear_shapes(parameters: ParameterMap) -> tuple[LinearShape, ...]:

@@ -165,6 +165,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
         state = dist_checkpointing.load(request, str(directory))
         policy.model.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
+    policy.weights_changed()
     policy.scheduler.num_steps = 0  # Megatron's scheduler adds the saved steps to its own
     policy.scheduler.load_state_dict(state["scheduler"])
     for inner in torch_optimizers(policy.optimizer):

@@ -21,15 +21,27 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.config import PolicyConfig
 from megatron_rl.models import ModelSpec
 from megatron_rl.policy.attention import GroupAttention, PackedGroupParams
+from megatron_rl.policy.fp8_linear import (
+    BlockScaledColumnParallelLinear,
+    BlockScaledRowParallelLinear,
+    LinearFormats,
+)
 from megatron_rl.policy.logprobs import VocabShard, token_logprobs, vocab_shard
 from megatron_rl.policy.norm import RMSNorm
 from megatron_rl.policy.packing import PackedGroups
 from megatron_rl.policy.rotary import inverse_frequencies
-from megatron_rl.precision import PrecisionFlow, megatron_precision
+from megatron_rl.precision import (
+    BlockFormat,
+    LinearPlan,
+    PrecisionFlow,
+    format_str,
+    megatron_precision,
+)
 
 NOT_OFFERED = {
     "context_parallel_size": "prompt groups are not split over ranks",
@@ -114,20 +126,54 @@ def transformer_config(
 
 
 def block_spec(
-    spec: ModelSpec, flow: PrecisionFlow, config: TransformerConfig
+    spec: ModelSpec, flow: PrecisionFlow, plan: LinearPlan, config: TransformerConfig
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, as module specs."""
+    first = get_transformer_layer_offset(config)
+    layers = [
+        _layer_spec(spec, flow, plan, first + i) for i in range(get_num_layers_to_build(config))
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(spec: ModelSpec, flow: PrecisionFlow, plan: LinearPlan, number: int) -> ModuleSpec:
+    """One decoder layer, counted from 0 over the whole model."""
     layer = get_gpt_layer_local_spec(qk_layernorm=spec.qk_norm, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     attention.core_attention = ModuleSpec(
         GroupAttention, params={"rollout_kernel": "attention" in flow.shared_operators}
     )
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    if flow.trains_quantised:
+        for part, prefix, name, module in (
+            (attention, "self_attention", "linear_qkv", BlockScaledColumnParallelLinear),
+            (attention, "self_attention", "linear_proj", BlockScaledRowParallelLinear),
+            (mlp, "mlp", "linear_fc1", BlockScaledColumnParallelLinear),
+            (mlp, "mlp", "linear_fc2", BlockScaledRowParallelLinear),
+        ):
+            if plan.is_quantised(f"decoder.layers.{number}.{prefix}.{name}"):
+                params = {"formats": linear_formats(flow)}
+                setattr(part, name, ModuleSpec(module, params=params))
+    return layer
+
+
+def linear_formats(flow: PrecisionFlow) -> LinearFormats:
+    """Operand formats of the flow's quantised linears in training.
+
+    Raises:
+        ValueError: Megatron's layers here do not compute the flow's format.
+    """
+    formats = flow.linear_weight, flow.linear_input, flow.output_gradient
+    if not all(isinstance(fmt, BlockFormat) for fmt in formats):
+        raise ValueError(
+            f"flow {flow.name!r} trains linears in {', '.join(map(format_str, formats))}, which "
+            "no linear layer here computes; use fp8, whose formats are block-scaled E4M3"
+        )
+    weight, inputs, gradient = formats
+    return LinearFormats(weight=weight, input=inputs, output_gradient=gradient)
 
 
 class PolicyModel(GPTModel):
@@ -137,12 +183,13 @@ class PolicyModel(GPTModel):
         self,
         spec: ModelSpec,
         flow: PrecisionFlow,
+        plan: LinearPlan,
         config: TransformerConfig,
         padded_vocab_size: int,
     ) -> None:
         super().__init__(
             config,
-            block_spec(spec, flow, config),
+            block_spec(spec, flow, plan, config),
             vocab_size=padded_vocab_size,
             max_sequence_length=spec.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),

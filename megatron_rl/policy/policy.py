@@ -15,16 +15,22 @@ from megatron.core.distributed import (
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config import PolicyConfig
-from megatron_rl.models import ModelSpec, ParameterMap, parameter_map
+from megatron_rl.models import ModelSpec, ParameterMap, linear_plan, parameter_map
 from megatron_rl.platforms import current_platform
 from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.execution import ExecutionOptions, Objective, TokenValues, run_groups
+from megatron_rl.policy.fp8_linear import invalidate_codes
 from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_config
 from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
 from megatron_rl.policy.packing import PromptGroup
 from megatron_rl.policy.parallel import ParallelLayout
-from megatron_rl.policy.weights import export_hf_weights, load_hf_weights, mark_tensor_parallel
-from megatron_rl.precision import PrecisionFlow
+from megatron_rl.policy.weights import (
+    export_hf_weights,
+    export_served_weights,
+    load_hf_weights,
+    mark_tensor_parallel,
+)
+from megatron_rl.precision import LinearPlan, PrecisionFlow
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +66,10 @@ class FrozenPolicy:
             spec, make_vocab_size_divisible_by=VOCAB_DIVISOR
         )
         self.parameters.check_tp(layout.tp_size)
+        self.plan: LinearPlan = linear_plan(self.parameters, flow)
         self.megatron_config = transformer_config(spec, flow, config)
         vocab_size = self.parameters.padded_vocab_size(layout.tp_size)
-        self.model = PolicyModel(spec, flow, self.megatron_config, vocab_size).to(
+        self.model = PolicyModel(spec, flow, self.plan, self.megatron_config, vocab_size).to(
             current_platform().device
         )
         mark_tensor_parallel(self.model, self.parameters)
@@ -75,7 +82,9 @@ class FrozenPolicy:
         self, tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
     ) -> dict[str, torch.Tensor]:
         """Fills the weights from Hugging Face tensors; see :func:`load_hf_weights`."""
-        return load_hf_weights(self.model, self.parameters, tensors, keys, self.layout)
+        unrounded = load_hf_weights(self.model, self.parameters, tensors, keys, self.layout)
+        self.weights_changed()
+        return unrounded
 
     def score(
         self,
@@ -101,6 +110,14 @@ class FrozenPolicy:
         return export_hf_weights(
             self.model, self.parameters, self.layout, self.megatron_config.params_dtype
         )
+
+    def served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As :meth:`named_tensors`, with the codes and scales that quantised layers multiply by."""
+        return export_served_weights(self.model, self.parameters, self.layout, self.flow, self.plan)
+
+    def weights_changed(self) -> None:
+        """To be called after every change of the weights: drops what was derived from them."""
+        invalidate_codes(self.model)
 
     def _chunks(self) -> list[torch.nn.Module]:
         return [self.wrapped]
@@ -187,6 +204,7 @@ class Policy(FrozenPolicy):
             raise NonFiniteError(f"the loss is {values.loss}")
         lr = self.current_lr
         success, grad_norm, _ = self.optimizer.step()
+        self.weights_changed()
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         assert success, "without a loss scale every step succeeds"

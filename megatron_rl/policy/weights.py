@@ -11,17 +11,28 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.models import ParameterMap
+from megatron_rl.models.entry import ParameterEntry
+from megatron_rl.policy.fp8_linear import block_scaled_linears
 from megatron_rl.policy.parallel import ParallelLayout
+from megatron_rl.precision import BlockFormat, LinearPlan, PrecisionFlow, torch_dtype
+from megatron_rl.precision.engines import element_dtype
+from megatron_rl.precision.wire import encode, scale_name
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a pipeline stage under their global names (layer numbers over all stages)."""
     offset = _layer_offset(model)
     for name, parameter in model.named_parameters():
-        if name.startswith("decoder.layers."):
-            prefix, number, rest = name[: len("decoder.layers.")], *name[15:].split(".", 1)
-            name = f"{prefix}{int(number) + offset}.{rest}"
-        yield name, parameter
+        yield _global_name(name, offset), parameter
+
+
+def _global_name(name: str, offset: int) -> str:
+    """A stage's name with the layer counted over all stages."""
+    layers = "decoder.layers."
+    if not name.startswith(layers):
+        return name
+    number, rest = name.removeprefix(layers).split(".", 1)
+    return f"{layers}{int(number) + offset}.{rest}"
 
 
 def _layer_offset(model: torch.nn.Module) -> int:
@@ -113,16 +124,92 @@ def export_hf_weights(
     named = {name: parameter.detach() for name, parameter in named_parameters(model)}
     owners = _owners(named, layout)
     parameters.check_megatron_keys(owners)
+    gather = _Gatherer(layout, next(iter(named.values())).device)
     for entry in parameters:
-        owner = owners[entry.megatron_name]
-        if owner == layout.pp_rank:
-            full = entry.unshard(_tp_shards(named[entry.megatron_name], entry.tp_axis, layout))
-        else:
-            device = next(iter(named.values())).device
-            full = torch.empty(entry.shape, dtype=dtype, device=device)
-        if layout.pp_size > 1:
-            full = _broadcast_from_stage(full, owner)
+        name = entry.megatron_name
+        full = gather(entry, named.get(name), owners[name], entry.shape, dtype)
         yield from entry.to_hf(full).items()
+
+
+def export_served_weights(
+    model: torch.nn.Module,
+    parameters: ParameterMap,
+    layout: ParallelLayout,
+    flow: PrecisionFlow,
+    plan: LinearPlan,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`export_hf_weights`, in the format in which the flow serves each tensor.
+
+    A layer that trains quantised yields the codes and scales that its products used: gathered and
+    taken apart as bytes, never made again. A flow that only serves quantised weights makes the
+    codes here, from the parameters.
+    """
+    named = {name: parameter.detach() for name, parameter in named_parameters(model)}
+    offset = _layer_offset(model)
+    linears = {_global_name(name, offset): linear for name, linear in block_scaled_linears(model)}
+    owners = _owners(named, layout)
+    parameters.check_megatron_keys(owners)
+    gather = _Gatherer(layout, next(iter(named.values())).device)
+    dtype = torch_dtype(flow.compute_dtype)
+    for entry in parameters:
+        name, owner = entry.megatron_name, owners[entry.megatron_name]
+        module = name.removesuffix(".weight")
+        if not (flow.trains_quantised and plan.is_quantised(module)):
+            full = gather(entry, named.get(name), owner, entry.shape, dtype)
+            for hf_name, tensor in entry.to_hf(full).items():
+                yield from encode(hf_name, tensor, flow, plan)
+            continue
+        weight = linears[module].quantised_weight() if module in linears else None
+        assert isinstance(flow.linear_weight, BlockFormat)
+        element = element_dtype(flow.linear_weight.element)
+        codes = gather(entry, weight and weight.codes, owner, entry.shape, element)
+        rows, columns = flow.linear_weight.block_shape
+        part_rows = [-(-shape[0] // rows) for shape in entry.hf_shapes]
+        scale_shape = (sum(part_rows), -(-entry.shape[1] // columns))
+        scales = gather(entry, weight and weight.scale_inv, owner, scale_shape, torch.float32)
+        scale_parts = entry.layout.split(scales)
+        for part, (hf_name, tensor) in enumerate(entry.to_hf(codes).items()):
+            assert scale_parts[part].shape == (part_rows[part], scale_shape[1]), hf_name
+            yield hf_name, tensor
+            yield scale_name(hf_name), scale_parts[part]
+
+
+class _Gatherer:
+    """Makes whole what is split over TP ranks and lies on one pipeline stage."""
+
+    def __init__(self, layout: ParallelLayout, device: torch.device) -> None:
+        self._layout = layout
+        self._device = device
+
+    def __call__(
+        self,
+        entry: ParameterEntry,
+        shard: torch.Tensor | None,
+        owner: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """The full tensor of an entry's layout, on every rank.
+
+        Args:
+            entry: Whose layout and split it has.
+            shard: This rank's piece; None on other pipeline stages than ``owner``.
+            owner: The stage that holds it.
+            shape: Of the full tensor.
+            dtype: Of the tensor.
+        """
+        # gloo and NCCL know no FP8; its bytes are sent as they are.
+        wire_dtype = torch.uint8 if dtype.itemsize == 1 else dtype
+        if owner == self._layout.pp_rank:
+            assert shard is not None and shard.dtype == dtype, (entry.megatron_name, dtype)
+            shards = _tp_shards(shard.view(wire_dtype), entry.tp_axis, self._layout)
+            full = entry.layout.unshard(shards)
+            assert tuple(full.shape) == shape, (entry.megatron_name, full.shape, shape)
+        else:
+            full = torch.empty(shape, dtype=wire_dtype, device=self._device)
+        if self._layout.pp_size > 1:
+            full = _broadcast_from_stage(full, owner)
+        return full.view(dtype)
 
 
 def _owners(named: Mapping[str, torch.Tensor], layout: ParallelLayout) -> dict[str, int]:

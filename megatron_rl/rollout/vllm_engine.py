@@ -16,7 +16,8 @@ import torch
 
 from megatron_rl.config import RolloutConfig
 from megatron_rl.platforms.cpu_attention import BLOCK_SIZE_TOKENS
-from megatron_rl.precision import PrecisionFlow, vllm_precision
+from megatron_rl.precision import LinearPlan, PrecisionFlow, vllm_precision
+from megatron_rl.precision.wire import served_names
 from megatron_rl.rollout.seeds import derive_seed, preserve_host_rng
 from megatron_rl.rollout.types import Completion, Engine, Sampling
 
@@ -27,7 +28,11 @@ WORKER_EXTENSION = "megatron_rl.rollout.worker.WorkerExtension"
 
 
 def engine_arguments(
-    model_path: Path, flow: PrecisionFlow, config: RolloutConfig, max_model_len: int
+    model_path: Path,
+    flow: PrecisionFlow,
+    plan: LinearPlan,
+    config: RolloutConfig,
+    max_model_len: int,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``: what follows from the run, then the user's ``rollout.vllm``.
 
@@ -54,7 +59,7 @@ def engine_arguments(
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
         block_size=BLOCK_SIZE_TOKENS,
-        **vllm_precision(flow),
+        **vllm_precision(flow, plan),
     )
     defaults: dict[str, Any] = dict(enable_prefix_caching=True)
     from vllm.engine.arg_utils import EngineArgs
@@ -82,6 +87,7 @@ class VLLMEngine(Engine):
         flow: PrecisionFlow,
         config: RolloutConfig,
         *,
+        plan: LinearPlan,
         max_model_len: int,
         parameter_names: Iterable[str],
         eos_token_ids: Iterable[int],
@@ -92,21 +98,25 @@ class VLLMEngine(Engine):
             model_path: Hugging Face directory.
             flow: Sets the engine's dtypes.
             config: Sampling limits and vLLM's own options.
+            plan: Which linear layers the flow quantises. If any, the engine holds no weights until
+                the first update.
             max_model_len: Longest prompt plus response, in tokens.
-            parameter_names: Hugging Face names that make a complete weight update.
+            parameter_names: Hugging Face names of the model's tensors.
             eos_token_ids: Every token that ends a response.
         """
         from vllm import LLM
 
-        arguments = engine_arguments(model_path, flow, config, max_model_len)
+        arguments = engine_arguments(model_path, flow, plan, config, max_model_len)
         with preserve_host_rng():
             self._llm = LLM(**arguments)
             self._llm.collective_rpc("rl_share_operators")
-        self._expected = frozenset(parameter_names)
+        self._expected = frozenset(served_names(parameter_names, plan))
         self._eos = tuple(eos_token_ids)
         self._max_model_len = max_model_len
         self._version = -1
         self._broken: str | None = None
+        if flow.serves_quantised:
+            self._broken = f"flow {flow.name!r} brings the weights with the first update"
 
     @property
     def version(self) -> int:

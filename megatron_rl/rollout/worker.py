@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.precision.engines import SHARED_OPERATORS
 from megatron_rl.rollout.shared_operators import share_operators
 from megatron_rl.rollout.types import NonFiniteWeights
-
-SHARED_OPERATORS = "megatron_rl_shared_operators"
-"""Key of vLLM's ``additional_config`` that names the operators shared with the trainer."""
 
 
 class WorkerExtension:
@@ -77,10 +75,16 @@ def _checked(
         if name in seen:
             raise ValueError(f"weight sync sent {name!r} twice")
         seen.add(name)
-        # A sum is finite only if every term is, and costs one read.
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        if not _is_finite(tensor):
             raise NonFiniteWeights(f"{name!r} holds NaN or Inf after the update")
         yield name, tensor
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # two codes are NaN, none is infinite
+        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+    # A sum is finite only if every term is, and costs one read.
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
 
 
 def _own_parameters(model: torch.nn.Module) -> dict[str, set[int]]:

@@ -168,6 +168,7 @@ def build_engine(config: RunConfig | SFTConfig, inputs: Inputs, policy: FrozenPo
         inputs.flow,
         config.rollout,
         max_model_len=config.max_sequence_length_tokens,
+        plan=policy.plan,
         parameter_names=policy.parameters.hf_shapes,
         eos_token_ids=inputs.eos_token_ids,
     )

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoints_tools.hf import HFReader
 from megatron_rl.config import RewardConfig, RunConfig
 from megatron_rl.data.prompts import tokenize_rows
 from megatron_rl.data.types import PromptRow
-from megatron_rl.models import parameter_map
+from megatron_rl.models import linear_plan, parameter_map
 from megatron_rl.policy import parallel
 from megatron_rl.policy.checkpoint import load_checkpoint, read_manifest
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.rollout import Engine, Sampling
-from megatron_rl.sync import stream_weights
+from megatron_rl.sync import stream_checkpoint, stream_weights
 from megatron_rl.trainer.components import Inputs, build_engine, build_policy, load_inputs
 from megatron_rl.trainer.evaluation import evaluate
 
@@ -214,14 +215,22 @@ def _start_engine(
         from megatron_rl.rollout.distributed import DistributedEngine
         from megatron_rl.rollout.vllm_engine import VLLMEngine
 
+        parameters = parameter_map(inputs.spec)
+        plan = linear_plan(parameters, inputs.flow)
         engine = VLLMEngine(
             inputs.model_path,
             inputs.flow,
             config.rollout,
+            plan=plan,
             max_model_len=config.max_sequence_length_tokens,
-            parameter_names=parameter_map(inputs.spec).hf_shapes,
+            parameter_names=parameters.hf_shapes,
             eos_token_ids=inputs.eos_token_ids,
         )
+        if inputs.flow.serves_quantised:
+            reader = HFReader(inputs.model_path)
+            engine.update_weights(
+                stream_checkpoint(reader, parameters.hf_shapes, inputs.flow, plan), 0
+            )
         if layout.world_size == 1:
             return engine
         return DistributedEngine(engine, config.rollout.tensor_parallel_size)

@@ -34,6 +34,7 @@ def build_engine(path: Path, policy, *, eos_token_ids=None, **config):
         path,
         policy.flow,
         RolloutConfig(kv_cache_gib=0.125, **config),
+        plan=policy.plan,
         max_model_len=MAX_MODEL_LEN,
         parameter_names=policy.parameters.hf_shapes,
         eos_token_ids=eos_token_ids or policy.spec.eos_token_ids,

@@ -57,7 +57,7 @@ ONLY_IN: dict[str, list[str]] = {
 }
 
 # Files that only vLLM's own processes load, and that may therefore import it at the top.
-VLLM_AT_THE_TOP = ["megatron_rl/rollout/worker.py"]
+VLLM_AT_THE_TOP = ["megatron_rl/rollout/worker.py", "megatron_rl/rollout/fp8_kernel.py"]
 
 # A configuration is checked, and a flow compared, on machines and in moments without torch.
 WITHOUT_TORCH = [

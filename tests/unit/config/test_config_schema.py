@@ -193,10 +193,12 @@ def test_checking_a_run_and_its_flow_needs_no_torch():
     code = (
         "import sys, yaml\n"
         "from megatron_rl.config import validate, dump_config\n"
-        "from megatron_rl.precision import flow_names, resolve_flow, vllm_precision\n"
+        "from megatron_rl.precision import LinearPlan, flow_names, resolve_flow, vllm_precision\n"
         f"dump_config(validate({tree()!r}))\n"
         "for flow in map(resolve_flow, flow_names()):\n"
-        "    assert flow.describe() and flow.short_str() and vllm_precision(flow)\n"
+        "    assert flow.describe() and flow.short_str()\n"
+        "    if flow.name != 'mxfp8':\n"
+        "        assert vllm_precision(flow, LinearPlan(quantised=(), exempt=()))\n"
         "assert not {'torch', 'numpy', 'vllm', 'megatron', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.launch.cli import main
 from megatron_rl.precision import (
+    LinearPlan,
     flow_names,
     megatron_precision,
     resolve_flow,
@@ -18,7 +19,10 @@ from megatron_rl.precision import (
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_both_engines_compute_in_the_flows_dtype(name, dtype):
     flow = resolve_flow(name)
-    megatron, vllm = megatron_precision(flow), vllm_precision(flow)
+    megatron, vllm = (
+        megatron_precision(flow),
+        vllm_precision(flow, LinearPlan(quantised=(), exempt=())),
+    )
     assert megatron["params_dtype"] == torch_dtype(flow.compute_dtype) == dtype
     assert getattr(torch, vllm["dtype"]) == dtype and vllm["kv_cache_dtype"] == "auto"
     assert megatron["bf16"] == (dtype == torch.bfloat16) and not megatron["fp16"]

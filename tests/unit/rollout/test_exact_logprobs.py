@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from megatron_rl.rollout import Sampling
+from megatron_rl.sync import stream_weights
 
+WHOLE_BLOCKS = {"hidden_size": 256, "head_dim": 128, "ffn_hidden_size": 384}
 PROMPT_LENGTHS = (1, 3, 31, 32, 33, 60, 5)
 SAMPLES = 3
 
@@ -65,6 +67,10 @@ def train_one_step(policy, groups):
         ("qwen2", {}, "bf16"),
         ("qwen3", {"head_dim": 64}, "bf16"),
         ("mistral", {"num_query_groups": 1}, "bf16"),
+        ("llama", WHOLE_BLOCKS | {"tie_word_embeddings": True}, "fp8"),
+        ("qwen2", WHOLE_BLOCKS | {"hidden_size": 512}, "fp8"),
+        ("qwen3", WHOLE_BLOCKS, "fp8"),
+        ("qwen3", {"hidden_size": 256, "head_dim": 64, "ffn_hidden_size": 256}, "fp8"),
     ],
 )
 def test_sampled_logprobs_are_reproduced_bit_for_bit(family, model, flow, tiny_model_dir):
@@ -73,9 +79,10 @@ def test_sampled_logprobs_are_reproduced_bit_for_bit(family, model, flow, tiny_m
     path = tiny_model_dir(family, **model)
     policy = build_policy(path, flow, lr=1e-3)
     engine = build_engine(path, policy)
+    engine.update_weights(stream_weights(policy, policy.flow), 0)
     for step, temperature in ((0, 1.0), (1, 0.7)):
         found, groups = differences(policy, engine, step, temperature)
         assert found.numel() > 300
         assert found.count_nonzero() == 0, f"step {step}: largest {found.abs().max().item()}"
         train_one_step(policy, groups)
-        engine.update_weights(policy.named_tensors(), step)
+        engine.update_weights(stream_weights(policy, policy.flow), step + 1)

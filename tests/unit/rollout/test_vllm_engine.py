@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from checkpoints_tools.hf import HFReader, write_hf_directory
+from megatron_rl.precision import LinearPlan
 from megatron_rl.rollout import Sampling
 from megatron_rl.sync import stream_weights
 from support.tiny_engine import build_engine
 
+NO_PLAN = LinearPlan(quantised=(), exempt=())
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14, 15, 16, 17, 18], [40] * 40]
 
 
@@ -192,12 +194,12 @@ def test_engine_options_are_checked(tmp_path, options, message):
     from megatron_rl.rollout.vllm_engine import engine_arguments
 
     with pytest.raises(ValueError, match=message):
-        engine_arguments(tmp_path, resolve_flow("bf16"), RolloutConfig(vllm=options), 64)
+        engine_arguments(tmp_path, resolve_flow("bf16"), NO_PLAN, RolloutConfig(vllm=options), 64)
 
 
 def test_a_stream_of_another_flow_is_refused(policy_and_engine):
     from megatron_rl.precision import resolve_flow
 
     policy, _ = policy_and_engine("llama", "bf16")
-    with pytest.raises(ValueError, match="different flows"):
+    with pytest.raises(ValueError, match="one flow"):
         list(stream_weights(policy, resolve_flow("fp32")))
