@@ -120,6 +120,9 @@ class BlockScaledRowParallelLinear(_BlockScaledLinear, RowParallelLinear):
         self.formats, self._quantised = formats, None
 
 
+BLOCK_SCALED = (BlockScaledColumnParallelLinear, BlockScaledRowParallelLinear)
+
+
 class _BlockLinear(torch.autograd.Function):
     """``apply(x [..., K], weight [N, K], dequantised weight [N, K], formats) -> [..., N]``."""
 
@@ -157,7 +160,7 @@ def block_scaled_linears(
 ) -> Iterator[tuple[str, BlockScaledColumnParallelLinear | BlockScaledRowParallelLinear]]:
     """The block-scaled layers of a model, by local name."""
     for name, module in model.named_modules():
-        if isinstance(module, BlockScaledColumnParallelLinear | BlockScaledRowParallelLinear):
+        if isinstance(module, BLOCK_SCALED):
             yield name, module
 
 

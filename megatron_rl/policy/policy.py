@@ -24,6 +24,7 @@ from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_con
 from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
 from megatron_rl.policy.packing import PromptGroup
 from megatron_rl.policy.parallel import ParallelLayout
+from megatron_rl.policy.report import describe_model
 from megatron_rl.policy.weights import (
     export_hf_weights,
     export_served_weights,
@@ -31,6 +32,7 @@ from megatron_rl.policy.weights import (
     mark_tensor_parallel,
 )
 from megatron_rl.precision import LinearPlan, PrecisionFlow
+from megatron_rl.precision.audit import ModelReport
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,10 @@ class FrozenPolicy:
     def served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As :meth:`named_tensors`, with the codes and scales that quantised layers multiply by."""
         return export_served_weights(self.model, self.parameters, self.layout, self.flow, self.plan)
+
+    def report(self) -> ModelReport:
+        """What the live modules compute, for :func:`megatron_rl.precision.audit.audit`."""
+        return describe_model(self.model, self.parameters, self.layout, self.served_tensors())
 
     def weights_changed(self) -> None:
         """To be called after every change of the weights: drops what was derived from them."""

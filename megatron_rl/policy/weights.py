@@ -21,12 +21,12 @@ from megatron_rl.precision.wire import encode, scale_name
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters of a pipeline stage under their global names (layer numbers over all stages)."""
-    offset = _layer_offset(model)
+    offset = layer_offset(model)
     for name, parameter in model.named_parameters():
-        yield _global_name(name, offset), parameter
+        yield global_name(name, offset), parameter
 
 
-def _global_name(name: str, offset: int) -> str:
+def global_name(name: str, offset: int) -> str:
     """A stage's name with the layer counted over all stages."""
     layers = "decoder.layers."
     if not name.startswith(layers):
@@ -35,7 +35,8 @@ def _global_name(name: str, offset: int) -> str:
     return f"{layers}{int(number) + offset}.{rest}"
 
 
-def _layer_offset(model: torch.nn.Module) -> int:
+def layer_offset(model: torch.nn.Module) -> int:
+    """Layers on earlier pipeline stages."""
     layers = model.decoder.layers  # type: ignore[union-attr]
     return layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[index,operator,arg-type]
 
@@ -145,8 +146,8 @@ def export_served_weights(
     codes here, from the parameters.
     """
     named = {name: parameter.detach() for name, parameter in named_parameters(model)}
-    offset = _layer_offset(model)
-    linears = {_global_name(name, offset): linear for name, linear in block_scaled_linears(model)}
+    offset = layer_offset(model)
+    linears = {global_name(name, offset): linear for name, linear in block_scaled_linears(model)}
     owners = _owners(named, layout)
     parameters.check_megatron_keys(owners)
     gather = _Gatherer(layout, next(iter(named.values())).device)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.precision.audit import audit
 from megatron_rl.precision.engines import megatron_precision, torch_dtype, vllm_precision
 from megatron_rl.precision.flow import DType, Format, LossScale, PrecisionFlow, format_str
 from megatron_rl.precision.flows import flow_names, flow_of, resolve_flow
@@ -26,6 +27,7 @@ __all__ = [
     "MXFormat",
     "PrecisionFlow",
     "TensorFormat",
+    "audit",
     "dequantize_block",
     "flow_names",
     "flow_of",

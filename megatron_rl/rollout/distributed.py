@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_rl.precision.audit import ModelReport
 from megatron_rl.rollout.types import Completion, Engine, Sampling
 
 
@@ -68,6 +69,10 @@ class DistributedEngine(Engine):
     def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See :meth:`Engine.update_weights`; all ranks consume the stream in step."""
         self._local.update_weights(stream, version)
+
+    def report(self) -> ModelReport:
+        """See :meth:`Engine.report`; of this rank's engine."""
+        return self._local.report()
 
     def close(self) -> None:
         """Frees this rank's engine."""

@@ -44,6 +44,25 @@ def share_operators(model_runner: Any, operators: Collection[str]) -> None:
             builder.build = types.MethodType(_build_per_token, builder)
 
 
+def live_operators(model_runner: Any) -> tuple[str, ...]:
+    """The operators that the live model shares with the trainer."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    modules = list(model_runner.get_model().modules())
+    norms = [m._forward_method for m in modules if isinstance(m, RMSNorm)]
+    ropes = [m for m in modules if isinstance(m, RotaryEmbedding)]
+    builds = [builder.build for builder in _metadata_builders(model_runner)]
+    found = []
+    if all(getattr(method, "__func__", None) is _norm_of_rounded_sum for method in norms):
+        found.append("norm")
+    if all(rope._forward_method == rope.forward_native for rope in ropes):
+        found.append("rope")
+    if all(getattr(build, "__func__", None) is _build_per_token for build in builds):
+        found.append("attention")
+    return tuple(found)
+
+
 def _norm_of_rounded_sum(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     if residual is None:
         return module.forward_native(x)

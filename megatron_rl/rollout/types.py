@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from megatron_rl.precision.audit import ModelReport
+
 
 class NonFiniteWeights(ValueError):
     """A weight update holds NaN or Inf: the policy has diverged."""
@@ -96,6 +98,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def version(self) -> int:
         """Version of the weights in force; -1 for those the engine was started with."""
+
+    @abc.abstractmethod
+    def report(self) -> ModelReport:
+        """What the live model computes, for :func:`megatron_rl.precision.audit.audit`."""
 
     def sleep(self) -> None:  # noqa: B027 - optional
         """Releases memory for the trainer, where the engine can."""

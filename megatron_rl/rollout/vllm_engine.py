@@ -17,6 +17,7 @@ import torch
 from megatron_rl.config import RolloutConfig
 from megatron_rl.platforms.cpu_attention import BLOCK_SIZE_TOKENS
 from megatron_rl.precision import LinearPlan, PrecisionFlow, vllm_precision
+from megatron_rl.precision.audit import ModelReport
 from megatron_rl.precision.wire import served_names
 from megatron_rl.rollout.seeds import derive_seed, preserve_host_rng
 from megatron_rl.rollout.types import Completion, Engine, Sampling
@@ -169,6 +170,12 @@ class VLLMEngine(Engine):
         self._reset_prefix_cache()
         self._broken = None
         self._version = version
+
+    def report(self) -> ModelReport:
+        """See :meth:`Engine.report`."""
+        with torch.no_grad():
+            report: ModelReport = self._llm.collective_rpc("rl_report")[0]
+        return report
 
     def close(self) -> None:
         """Shuts the engine's core down."""

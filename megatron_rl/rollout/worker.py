@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.precision.audit import ModelReport
 from megatron_rl.precision.engines import SHARED_OPERATORS
+from megatron_rl.rollout.report import describe_model
 from megatron_rl.rollout.shared_operators import share_operators
 from megatron_rl.rollout.types import NonFiniteWeights
 
@@ -57,6 +59,10 @@ class WorkerExtension:
             finalize_layerwise_reload(model, config)
         rebuild_tied_head(model)
         self.rl_share_operators()
+
+    def rl_report(self) -> ModelReport:
+        """What the live model computes."""
+        return describe_model(self.model_runner)
 
     def rl_share_operators(self) -> None:
         """Aligns the operators that the flow shares with the trainer."""

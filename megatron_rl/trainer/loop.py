@@ -8,6 +8,7 @@ from megatron_rl.config.sft import SFTConfig
 from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.rollout import NonFiniteWeights, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
+from megatron_rl.trainer.audit import require_contained
 from megatron_rl.trainer.batch import RolloutBatch, make_batch
 from megatron_rl.trainer.components import Components, RunParts
 from megatron_rl.trainer.evaluation import Evaluation, evaluate, score_completions
@@ -47,6 +48,7 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
     """
     config = parts.config
     sync(parts, state.step)
+    require_contained(parts.policy, parts.engine)
     if state.step == 0 and config.evaluation.at_start:
         run_evaluation(parts, state.step, recorder, Timings())
     while state.step < config.trainer.total_steps:

@@ -62,6 +62,7 @@ VLLM_AT_THE_TOP = ["megatron_rl/rollout/worker.py", "megatron_rl/rollout/fp8_ker
 # A configuration is checked, and a flow compared, on machines and in moments without torch.
 WITHOUT_TORCH = [
     "megatron_rl/config/*",
+    "megatron_rl/precision/audit.py",
     "megatron_rl/precision/flow.py",
     "megatron_rl/precision/flows.py",
     "megatron_rl/precision/formats.py",

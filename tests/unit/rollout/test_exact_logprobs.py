@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_rl.precision import audit
 from megatron_rl.rollout import Sampling
 from megatron_rl.sync import stream_weights
 
@@ -84,5 +85,6 @@ def test_sampled_logprobs_are_reproduced_bit_for_bit(family, model, flow, tiny_m
         found, groups = differences(policy, engine, step, temperature)
         assert found.numel() > 300
         assert found.count_nonzero() == 0, f"step {step}: largest {found.abs().max().item()}"
+        assert audit(policy, engine) == []
         train_one_step(policy, groups)
         engine.update_weights(stream_weights(policy, policy.flow), step + 1)
