@@ -1,7 +1,8 @@
 """The reference quantiser: block-scaled FP8 as Transformer Engine defines it, in plain torch.
 
-    quantize_block    x [M, K] -> codes [M, K] FP8, scale_inv [ceil(M/bm), ceil(K/bk)] FP32
-    dequantize_block  codes * scale_inv, rounded once to the wanted dtype
+    quantize_block       x [M, K] -> codes [M, K] FP8, scale_inv [ceil(M/bm), ceil(K/bk)] FP32
+    dequantize_block     codes * scale_inv, rounded once to the wanted dtype
+    quantize_dequantize  the second of the first, without making the codes where that is faster
 
 The rule is in :mod:`megatron_rl.precision.scaling`. Blocks are 128x128 for weights, 1x128 for
 operands scaled along the columns and 128x1 for those scaled along the rows; the block at an edge is
@@ -15,6 +16,7 @@ these functions; on CUDA they are the reference that kernels are compared with.
 import torch
 
 from megatron_rl.precision.formats import ScaleMode
+from megatron_rl.precision.rounding import decode, round_bfloat16
 from megatron_rl.precision.scaling import block_amax, blocks_of, fp8_max, scale_from_amax
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -85,9 +87,44 @@ def dequantize_block(
             f"scale_inv has shape {list(scale_inv.shape)}, but codes {list(codes.shape)} in blocks "
             f"of {bm}x{bk} have {list(expected)} scales; pass the scales without padding"
         )
-    values = matrix.to(torch.float32)
+    values = decode(matrix)
     _multiply_blocks_(values, scale_inv.reshape(blocks), block_shape)
     return values.to(dtype).view(codes.shape)
+
+
+def quantize_dequantize(
+    x: torch.Tensor,
+    block_shape: tuple[int, int] = (128, 128),
+    scale_mode: ScaleMode = "pow2",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    amax_epsilon: float = 0.0,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """What :func:`dequantize_block` makes of the result of :func:`quantize_block`, bit for bit.
+
+    Args:
+        x: ``[M, K]`` bfloat16, float16 or float32; with blocks of one row also ``[..., K]``.
+        block_shape: ``(bm, bk)``: rows and columns that share a scale.
+        scale_mode: ``pow2`` rounds scales down to powers of two, ``fp32`` leaves them.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        amax_epsilon: Floor under a block's largest magnitude.
+        out_dtype: Of the result.
+
+    Returns:
+        The values that an FP8 product sees, of the shape of ``x``.
+
+    Raises:
+        ValueError: A dtype, shape or mode is not one of the above.
+    """
+    fp8_max(dtype)
+    matrix = _as_matrix(x, block_shape)
+    if scale_mode == "pow2" and matrix.dtype == torch.bfloat16 and matrix.device.type == "cpu":
+        rounded = round_bfloat16(matrix, block_shape, dtype, amax_epsilon)
+        if rounded is not None:
+            return rounded.to(out_dtype).view(x.shape)
+    codes, scale_inv = quantize_block(matrix, block_shape, scale_mode, dtype, amax_epsilon)
+    return dequantize_block(codes, scale_inv, block_shape, out_dtype).view(x.shape)
 
 
 def _as_matrix(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
