@@ -17,7 +17,13 @@ import torch
 
 from megatron_rl.precision.formats import ScaleMode
 from megatron_rl.precision.rounding import decode, round_bfloat16
-from megatron_rl.precision.scaling import block_amax, blocks_of, fp8_max, scale_from_amax
+from megatron_rl.precision.scaling import (
+    block_amax,
+    fp8_max,
+    multiply_blocks_,
+    row_chunks,
+    scale_from_amax,
+)
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _NAN_CODE = 0x7F
@@ -46,11 +52,32 @@ def quantize_block(
     Raises:
         ValueError: A dtype, shape or mode is not one of the above.
     """
+    limit = fp8_max(dtype)
     matrix = _as_matrix(x, block_shape)
-    scaled, scale, is_finite = _scaled(matrix, block_shape, scale_mode, dtype, amax_epsilon)
-    codes = scaled.to(dtype)
+    amax = block_amax(matrix, block_shape)
+    # Asking waits for the device, which only the CPU does for free. Where all is finite, no element
+    # exceeds the limit by more than rounding, and neither saturation nor NaN needs a pass.
+    is_finite = x.device.type == "cpu" and bool(amax.isfinite().all())
     if not is_finite:
-        codes.view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
+        amax = block_amax(matrix.masked_fill(matrix.isnan(), 0.0), block_shape)
+    scale = scale_from_amax(
+        amax,
+        scale_mode=scale_mode,
+        dtype=dtype,
+        source_dtype=x.dtype,
+        amax_epsilon=amax_epsilon,
+    )
+    codes = torch.empty(matrix.shape, dtype=dtype, device=x.device)
+    rows, chunks = row_chunks(matrix, block_shape[0], itemsize=4)
+    scratch = torch.empty((rows, matrix.shape[1]), dtype=torch.float32, device=x.device)
+    for of_chunk, block_rows in chunks:
+        scaled = scratch[: of_chunk.stop - of_chunk.start].copy_(matrix[of_chunk])
+        multiply_blocks_(scaled, scale[block_rows], block_shape)
+        if not is_finite:
+            scaled.clamp_(-limit, limit)  # keeps NaN
+        codes[of_chunk].copy_(scaled)
+        if not is_finite:
+            codes[of_chunk].view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
     scale_shape = (*x.shape[:-1], scale.shape[1]) if block_shape[0] == 1 else scale.shape
     return codes.view(x.shape), scale.reciprocal().view(scale_shape)
 
@@ -87,9 +114,13 @@ def dequantize_block(
             f"scale_inv has shape {list(scale_inv.shape)}, but codes {list(codes.shape)} in blocks "
             f"of {bm}x{bk} have {list(expected)} scales; pass the scales without padding"
         )
-    values = decode(matrix)
-    _multiply_blocks_(values, scale_inv.reshape(blocks), block_shape)
-    return values.to(dtype).view(codes.shape)
+    scale_inv = scale_inv.reshape(blocks)
+    out = torch.empty(matrix.shape, dtype=dtype, device=codes.device)
+    for of_chunk, block_rows in row_chunks(matrix, bm, itemsize=4)[1]:
+        values = decode(matrix[of_chunk])
+        multiply_blocks_(values, scale_inv[block_rows], block_shape)
+        out[of_chunk].copy_(values)
+    return out.view(codes.shape)
 
 
 def quantize_dequantize(
@@ -122,7 +153,7 @@ def quantize_dequantize(
     if scale_mode == "pow2" and matrix.dtype == torch.bfloat16 and matrix.device.type == "cpu":
         rounded = round_bfloat16(matrix, block_shape, dtype, amax_epsilon)
         if rounded is not None:
-            return rounded.to(out_dtype).view(x.shape)
+            return rounded.view(x.shape).to(out_dtype)
     codes, scale_inv = quantize_block(matrix, block_shape, scale_mode, dtype, amax_epsilon)
     return dequantize_block(codes, scale_inv, block_shape, out_dtype).view(x.shape)
 
@@ -144,43 +175,3 @@ def _as_matrix(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
         f"x has shape {list(x.shape)}, but blocks of {block_shape[0]} rows need a matrix [M, K]; "
         "flatten the leading dimensions first"
     )
-
-
-def _scaled(
-    x: torch.Tensor,
-    block_shape: tuple[int, int],
-    scale_mode: ScaleMode,
-    dtype: torch.dtype,
-    amax_epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Elements times their scale, float32, and the scales of the blocks.
-
-    The third value is True where every element is known to be finite. Then none exceeds
-    ``fp8_max`` by more than rounding, and neither saturation nor NaN needs a pass over the data.
-    """
-    scaled = x.to(torch.float32, copy=True)
-    amax = block_amax(scaled, block_shape)
-    # Asking waits for the device, which only the CPU does for free.
-    is_finite = x.device.type == "cpu" and bool(amax.isfinite().all())
-    if not is_finite:
-        amax = block_amax(scaled.masked_fill(scaled.isnan(), 0.0), block_shape)
-    scale = scale_from_amax(
-        amax,
-        scale_mode=scale_mode,
-        dtype=dtype,
-        source_dtype=x.dtype,
-        amax_epsilon=amax_epsilon,
-    )
-    _multiply_blocks_(scaled, scale, block_shape)
-    if not is_finite:
-        limit = fp8_max(dtype)
-        scaled.clamp_(-limit, limit)  # keeps NaN
-    return scaled, scale, is_finite
-
-
-def _multiply_blocks_(
-    x: torch.Tensor, per_block: torch.Tensor, block_shape: tuple[int, int]
-) -> None:
-    """Multiplies every block of ``x`` by its own number, in place."""
-    for part, factor in blocks_of(x, per_block, block_shape):
-        part.mul_(factor[:, None, :, None])

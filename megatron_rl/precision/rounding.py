@@ -7,12 +7,12 @@ what the plain conversions give, which the tests hold them to; neither defines a
 
 import torch
 
-from megatron_rl.precision.scaling import blocks_of, scale_from_amax
+from megatron_rl.precision.scaling import block_amax, blocks_of, row_chunks, scale_from_amax
 
 _SIGN = -0x8000  # sign bit of a 16-bit float, as an int16 mask
-_BF16_MAGNITUDE = 0x7FFF
 _BF16_EXPONENT = 0x7F80
 _BF16_MANTISSA_BITS = 7
+_BF16_HALF = 0x40  # the mantissa of 1.5
 
 _MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _SMALLEST_NORMAL = {torch.float8_e4m3fn: 2.0**-6, torch.float8_e5m2: 2.0**-14}
@@ -43,13 +43,12 @@ def decode(codes: torch.Tensor) -> torch.Tensor:
 def round_bfloat16(
     x: torch.Tensor, block_shape: tuple[int, int], dtype: torch.dtype, amax_epsilon: float
 ) -> torch.Tensor | None:
-    """A bfloat16 matrix rounded to what FP8 codes with power-of-two scales hold; in float32.
+    """A bfloat16 matrix rounded to what FP8 codes with power-of-two scales hold.
 
     A power-of-two scale moves only the exponent, so rounding can be done where the numbers are. An
     element of exponent ``e`` has neighbours ``q = 2 ** (e - mantissa bits)`` apart; below the
-    smallest normal code of its block, ``q`` stops shrinking. Adding and subtracting
-    ``1.5 * 2**23 * q`` in float32 rounds to a multiple of ``q``, ties to even, because that sum has
-    no bit below ``q``.
+    smallest normal code of its block, ``q`` stops shrinking. Adding ``192 q`` in bfloat16, which
+    keeps eight bits, rounds to a multiple of ``q``, ties to even; subtracting it again is exact.
 
     Args:
         x: ``[M, K]`` bfloat16, on the CPU.
@@ -58,12 +57,10 @@ def round_bfloat16(
         amax_epsilon: Floor under a block's largest magnitude.
 
     Returns:
-        ``[M, K]`` float32, or None if some block is neither zero nor of a magnitude between
-        ``2**-80`` and ``2**96``: there the sums above would leave the range of float32.
+        ``[M, K]`` bfloat16, or None if some block is neither zero nor of a magnitude between
+        ``2**-80`` and ``2**96``: there ``192 q`` may leave the range of bfloat16.
     """
-    bits = x.contiguous().view(torch.int16)
-    exponent = bits & _BF16_MAGNITUDE
-    amax = _integer_amax(exponent, block_shape).view(torch.bfloat16).to(torch.float32)
+    amax = block_amax(x, block_shape)
     if not bool(((amax == 0) | ((amax >= 2.0**-80) & (amax <= 2.0**96))).all()):
         return None
     scale = scale_from_amax(
@@ -74,22 +71,23 @@ def round_bfloat16(
         amax_epsilon=amax_epsilon,
     )
     smallest = (_SMALLEST_NORMAL[dtype] / scale).to(torch.bfloat16).view(torch.int16)
-    exponent.bitwise_and_(_BF16_EXPONENT)
-    for part, floor in blocks_of(exponent, smallest, block_shape):
-        torch.maximum(part, floor[:, None, :, None], out=part)
-    # To the bits of 1.5 * 2**23 * q: the exponent is raised, and 0.5 is the first mantissa bit.
-    raised = (23 - _MANTISSA_BITS[dtype]) << _BF16_MANTISSA_BITS
-    exponent.add_(raised + (1 << (_BF16_MANTISSA_BITS - 1)))
-    shift = exponent.view(torch.bfloat16).to(torch.float32)
-    rounded = x.to(torch.float32).add_(shift).sub_(shift)
-    # A negative element that rounds to zero is a negative zero.
-    return torch.copysign(rounded, x, out=rounded)
-
-
-def _integer_amax(magnitude: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    """Largest of the non-negative integers of each block."""
-    (m, k), (bm, bk) = magnitude.shape, block_shape
-    amax = magnitude.new_empty((-(-m // bm), -(-k // bk)))
-    for part, out in blocks_of(magnitude, amax, block_shape):
-        out.copy_(part.amax((1, 3)))
-    return amax
+    # From the bits of 2**e to those of 192 q: the exponent is raised, the first mantissa bit set.
+    to_shift = (7 - _MANTISSA_BITS[dtype] << _BF16_MANTISSA_BITS) + _BF16_HALF
+    rounded = torch.empty_like(x)
+    rows, chunks = row_chunks(x, block_shape[0], itemsize=2)
+    scratch = torch.empty((rows, x.shape[1]), dtype=torch.int16)
+    for of_chunk, block_rows in chunks:
+        chunk, out = x[of_chunk], rounded[of_chunk]
+        bits = torch.bitwise_and(
+            chunk.view(torch.int16), _BF16_EXPONENT, out=scratch[: chunk.shape[0]]
+        )
+        for part, floor in blocks_of(bits, smallest[block_rows], block_shape):
+            torch.maximum(part, floor[:, None, :, None], out=part)
+        shift = bits.add_(to_shift).view(torch.bfloat16)
+        torch.add(chunk, shift, out=out)
+        out.sub_(shift)
+        # A negative element that rounds to zero is a negative zero.
+        out.view(torch.int16).bitwise_or_(
+            torch.bitwise_and(chunk.view(torch.int16), _SIGN, out=bits)
+        )
+    return rounded

@@ -24,6 +24,7 @@ import torch
 from megatron_rl.precision.formats import E4M3_MAX, E5M2_MAX, ScaleMode
 
 _FP8_MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
+_CHUNK_BYTES = 1 << 20
 _EXPONENT_BITS = -0x00800000  # sign and exponent of an FP32, as an int32 mask
 
 
@@ -105,18 +106,61 @@ def blocks_of(
             yield x[rows, columns].view(i, r, j, c), of_blocks
 
 
-def block_amax(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    """Largest magnitude of every block of a float32 matrix; NaN where the block has one.
+def row_chunks(
+    x: torch.Tensor, block_rows: int, itemsize: int
+) -> tuple[int, list[tuple[slice, slice]]]:
+    """Cuts a matrix into runs of whole block rows whose scratch space stays in the cache.
+
+    A temporary of the size of the matrix costs more in page faults than the arithmetic on it.
 
     Args:
-        x: ``[M, K]`` float32.
+        x: ``[M, K]``.
+        block_rows: Rows of a block.
+        itemsize: Bytes of an element of the scratch space.
+
+    Returns:
+        The most rows of a chunk, and of every chunk the slices of its rows and block rows.
+    """
+    m, k = x.shape
+    block_count = max(1, _CHUNK_BYTES // max(1, k * itemsize * block_rows))
+    rows = block_count * block_rows
+    starts = range(0, m, rows)
+    chunks = [
+        (slice(start, min(m, start + rows)), slice(i * block_count, (i + 1) * block_count))
+        for i, start in enumerate(starts)
+    ]
+    return min(rows, m), chunks
+
+
+def multiply_blocks_(
+    x: torch.Tensor, per_block: torch.Tensor, block_shape: tuple[int, int]
+) -> None:
+    """Multiplies every block of ``x`` by its own number, in place."""
+    for part, factor in blocks_of(x, per_block, block_shape):
+        part.mul_(factor[:, None, :, None])
+
+
+def block_amax(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
+    """Largest magnitude of every block; NaN where the block has one.
+
+    Floats without their sign bit are ordered as the integers of the same bits, and NaN above all.
+
+    Args:
+        x: ``[M, K]`` bfloat16, float16 or float32.
         block_shape: ``(bm, bk)``.
 
     Returns:
         ``[ceil(M / bm), ceil(K / bk)]`` float32.
     """
     (m, k), (bm, bk) = x.shape, block_shape
-    amax = x.new_empty((-(-m // bm), -(-k // bk)))
-    for part, out in blocks_of(x, amax, block_shape):
-        torch.maximum(part.amax((1, 3)), -part.amin((1, 3)), out=out)
-    return amax
+    integer = torch.int32 if x.dtype == torch.float32 else torch.int16
+    bits, unsigned = x.view(integer), torch.iinfo(integer).max
+    amax = bits.new_empty((-(-m // bm), -(-k // bk)))
+    rows, chunks = row_chunks(x, bm, x.element_size())
+    scratch = bits.new_empty((rows, k))
+    for rows_of_chunk, block_rows in chunks:
+        chunk = bits[rows_of_chunk]
+        magnitude = torch.bitwise_and(chunk, unsigned, out=scratch[: chunk.shape[0]])
+        for part, out in blocks_of(magnitude, amax[block_rows], block_shape):
+            torch.amax(part, (1, 3), out=out)
+    return amax.view(x.dtype).to(torch.float32)
