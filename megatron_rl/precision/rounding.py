@@ -12,6 +12,7 @@ from megatron_rl.precision.scaling import block_amax, blocks_of, row_chunks, sca
 _SIGN = -0x8000  # sign bit of a 16-bit float, as an int16 mask
 _BF16_EXPONENT = 0x7F80
 _BF16_MANTISSA_BITS = 7
+_LIMIT = 2.0**96
 _BF16_HALF = 0x40  # the mantissa of 1.5
 
 _MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -57,12 +58,10 @@ def round_bfloat16(
         amax_epsilon: Floor under a block's largest magnitude.
 
     Returns:
-        ``[M, K]`` bfloat16, or None if some block is neither zero nor of a magnitude between
-        ``2**-80`` and ``2**96``: there ``192 q`` may leave the range of bfloat16.
+        ``[M, K]`` bfloat16, or None if some element or scale reaches ``2**96`` or is NaN: there
+        ``192 q`` may leave the range of bfloat16.
     """
     amax = block_amax(x, block_shape)
-    if not bool(((amax == 0) | ((amax >= 2.0**-80) & (amax <= 2.0**96))).all()):
-        return None
     scale = scale_from_amax(
         amax,
         scale_mode="pow2",
@@ -70,6 +69,9 @@ def round_bfloat16(
         source_dtype=torch.bfloat16,
         amax_epsilon=amax_epsilon,
     )
+    is_in_range = amax.numel() and float(amax.amax()) < _LIMIT and float(scale.amax()) < _LIMIT
+    if not is_in_range or amax_epsilon >= _LIMIT:
+        return None
     smallest = (_SMALLEST_NORMAL[dtype] / scale).to(torch.bfloat16).view(torch.int16)
     # From the bits of 2**e to those of 192 q: the exponent is raised, the first mantissa bit set.
     to_shift = (7 - _MANTISSA_BITS[dtype] << _BF16_MANTISSA_BITS) + _BF16_HALF

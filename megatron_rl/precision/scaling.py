@@ -65,7 +65,7 @@ def scale_from_amax(
     assert amax.dtype == torch.float32, amax.dtype
     amax = amax.clamp(min=amax_epsilon) if amax_epsilon else amax
     scale = torch.full_like(amax, fp8_max(dtype)) / amax
-    scale = scale.masked_fill(scale == torch.inf, torch.finfo(source_dtype).max)
+    scale.nan_to_num_(nan=torch.nan, posinf=torch.finfo(source_dtype).max)
     if scale_mode == "pow2":
         scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return scale.masked_fill((amax == 0) | (amax == torch.inf), 1.0)
