@@ -52,14 +52,8 @@ def quantize_block(
     Raises:
         ValueError: A dtype, shape or mode is not one of the above.
     """
-    limit = fp8_max(dtype)
-    matrix = _as_matrix(x, block_shape)
-    amax = block_amax(matrix, block_shape)
-    # Asking waits for the device, which only the CPU does for free. Where all is finite, no element
-    # exceeds the limit by more than rounding, and neither saturation nor NaN needs a pass.
-    is_finite = x.device.type == "cpu" and bool((amax < torch.inf).all())
-    if not is_finite:
-        amax = block_amax(matrix.masked_fill(matrix.isnan(), 0.0), block_shape)
+    matrix = as_matrix(x, block_shape)
+    amax, is_finite = amax_without_nan(matrix, block_shape)
     scale = scale_from_amax(
         amax,
         scale_mode=scale_mode,
@@ -67,17 +61,7 @@ def quantize_block(
         source_dtype=x.dtype,
         amax_epsilon=amax_epsilon,
     )
-    codes = torch.empty(matrix.shape, dtype=dtype, device=x.device)
-    rows, chunks = row_chunks(matrix, block_shape[0], itemsize=4)
-    scratch = torch.empty((rows, matrix.shape[1]), dtype=torch.float32, device=x.device)
-    for of_chunk, block_rows in chunks:
-        scaled = scratch[: of_chunk.stop - of_chunk.start].copy_(matrix[of_chunk])
-        multiply_blocks_(scaled, scale[block_rows], block_shape)
-        if not is_finite:
-            scaled.clamp_(-limit, limit)  # keeps NaN
-        codes[of_chunk].copy_(scaled)
-        if not is_finite:
-            codes[of_chunk].view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
+    codes = encode(matrix, scale, block_shape, dtype, is_finite=is_finite)
     scale_shape = (*x.shape[:-1], scale.shape[1]) if block_shape[0] == 1 else scale.shape
     return codes.view(x.shape), scale.reciprocal().view(scale_shape)
 
@@ -149,7 +133,7 @@ def quantize_dequantize(
         ValueError: A dtype, shape or mode is not one of the above.
     """
     fp8_max(dtype)
-    matrix = _as_matrix(x, block_shape)
+    matrix = as_matrix(x, block_shape)
     if scale_mode == "pow2" and matrix.dtype == torch.bfloat16 and matrix.device.type == "cpu":
         rounded = round_bfloat16(matrix, block_shape, dtype, amax_epsilon)
         if rounded is not None:
@@ -158,7 +142,7 @@ def quantize_dequantize(
     return dequantize_block(codes, scale_inv, block_shape, out_dtype).view(x.shape)
 
 
-def _as_matrix(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
+def as_matrix(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
     """``x`` as ``[M, K]``, after the checks of what a caller may pass."""
     if x.dtype not in SOURCE_DTYPES:
         raise ValueError(
@@ -175,3 +159,50 @@ def _as_matrix(x: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
         f"x has shape {list(x.shape)}, but blocks of {block_shape[0]} rows need a matrix [M, K]; "
         "flatten the leading dimensions first"
     )
+
+
+def amax_without_nan(
+    matrix: torch.Tensor, block_shape: tuple[int, int]
+) -> tuple[torch.Tensor, bool]:
+    """The blocks' largest magnitudes, float32, and whether every element is known to be finite."""
+    amax = block_amax(matrix, block_shape)
+    # Asking waits for the device, which only the CPU does for free.
+    if matrix.device.type == "cpu" and bool((amax < torch.inf).all()):
+        return amax, True
+    return block_amax(matrix.masked_fill(matrix.isnan(), 0.0), block_shape), False
+
+
+def encode(
+    matrix: torch.Tensor,
+    scale: torch.Tensor,
+    block_shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    is_finite: bool,
+) -> torch.Tensor:
+    """Multiplies blocks by their scales and rounds to FP8: nearest, ties to even, saturating.
+
+    Args:
+        matrix: ``[M, K]`` bfloat16, float16 or float32.
+        scale: float32 ``[ceil(M / bm), ceil(K / bk)]``.
+        block_shape: ``(bm, bk)``.
+        dtype: The FP8 dtype.
+        is_finite: Every element is finite and its scale follows from its block's maximum. Then none
+            exceeds the limit by more than rounding, and saturation and NaN need no pass.
+
+    Returns:
+        ``[M, K]`` codes; every NaN is 0x7F.
+    """
+    limit = fp8_max(dtype)
+    codes = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+    rows, chunks = row_chunks(matrix, block_shape[0], itemsize=4)
+    scratch = torch.empty((rows, matrix.shape[1]), dtype=torch.float32, device=matrix.device)
+    for of_chunk, block_rows in chunks:
+        scaled = scratch[: of_chunk.stop - of_chunk.start].copy_(matrix[of_chunk])
+        multiply_blocks_(scaled, scale[block_rows], block_shape)
+        if not is_finite:
+            scaled.clamp_(-limit, limit)  # keeps NaN
+        codes[of_chunk].copy_(scaled)
+        if not is_finite:
+            codes[of_chunk].view(torch.uint8).masked_fill_(scaled.isnan(), _NAN_CODE)
+    return codes
