@@ -26,6 +26,7 @@ from megatron_rl.precision.scaling import (
 )
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAN_CODE = 0x7F
 
 
@@ -89,6 +90,11 @@ def dequantize_block(
     Raises:
         ValueError: ``codes`` is not FP8, or ``scale_inv`` has another shape than the blocks.
     """
+    if codes.dtype not in FP8_DTYPES:
+        raise ValueError(
+            f"codes have dtype {codes.dtype}; pass torch.float8_e4m3fn or torch.float8_e5m2, or "
+            "bytes as codes.view(torch.float8_e4m3fn)"
+        )
     matrix = codes.reshape(-1, codes.shape[-1])
     (m, k), (bm, bk) = matrix.shape, block_shape
     blocks = (-(-m // bm), -(-k // bk))

@@ -61,8 +61,15 @@ def scale_from_amax(
 
     Returns:
         Scales, float32, of the shape of ``amax``; every one finite and positive.
+
+    Raises:
+        ValueError: ``scale_mode`` or ``dtype`` is not one of those above.
     """
     assert amax.dtype == torch.float32, amax.dtype
+    if scale_mode not in ("pow2", "fp32"):
+        raise ValueError(
+            f"scale_mode={scale_mode!r} is no rounding of scales; use 'pow2' or 'fp32'"
+        )
     amax = amax.clamp(min=amax_epsilon) if amax_epsilon else amax
     scale = torch.full_like(amax, fp8_max(dtype)) / amax
     scale.nan_to_num_(nan=torch.nan, posinf=torch.finfo(source_dtype).max)
