@@ -67,7 +67,7 @@ def test_inputs_agree_with_vllm(make):
 def test_unrounded_scales_agree_with_torchao():
     kernels = pytest.importorskip(
         "torchao.prototype.blockwise_fp8_training.kernels",
-        reason="torchao is not among this environment's packages; put it on PYTHONPATH to compare",
+        reason="torchao and triton are not among the requirements; put them on PYTHONPATH",
     )
     for seed in range(5):
         x = heavy_tailed(256, 512, seed)
