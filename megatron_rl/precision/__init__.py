@@ -1,12 +1,16 @@
-"""The precision flow and what follows from it. Imports no torch until a dtype is asked for."""
+"""The precision flow, what follows from it, and the reference quantiser that defines its formats.
 
+Importing this package imports no torch: the quantiser's functions are loaded when first named.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.precision.audit import audit
 from megatron_rl.precision.engines import megatron_precision, torch_dtype, vllm_precision
 from megatron_rl.precision.flow import DType, Format, LossScale, PrecisionFlow, format_str
 from megatron_rl.precision.flows import flow_names, flow_of, resolve_flow
-from megatron_rl.precision.formats import BlockFormat, MXFormat, TensorFormat
+from megatron_rl.precision.formats import BlockFormat, MXFormat, OperandFormat, TensorFormat
 from megatron_rl.precision.partition import (
     LinearPlan,
     LinearShape,
@@ -15,7 +19,13 @@ from megatron_rl.precision.partition import (
 )
 
 if TYPE_CHECKING:
-    from megatron_rl.precision.quantize import dequantize_block, quantize_block
+    from megatron_rl.precision.mxfp8 import dequantize_mxfp8, quantize_mxfp8
+    from megatron_rl.precision.quantize import (
+        dequantize_block,
+        quantize_block,
+        quantize_dequantize,
+    )
+    from megatron_rl.precision.tensorwise import dequantize_tensor, quantize_tensor
 
 __all__ = [
     "BlockFormat",
@@ -25,10 +35,13 @@ __all__ = [
     "LinearShape",
     "LossScale",
     "MXFormat",
+    "OperandFormat",
     "PrecisionFlow",
     "TensorFormat",
     "audit",
     "dequantize_block",
+    "dequantize_mxfp8",
+    "dequantize_tensor",
     "flow_names",
     "flow_of",
     "format_str",
@@ -36,16 +49,27 @@ __all__ = [
     "partition_violations",
     "plan_linears",
     "quantize_block",
+    "quantize_dequantize",
+    "quantize_mxfp8",
+    "quantize_tensor",
     "resolve_flow",
     "torch_dtype",
     "vllm_precision",
 ]
 
+_QUANTISER = {
+    "dequantize_block": "quantize",
+    "quantize_block": "quantize",
+    "quantize_dequantize": "quantize",
+    "dequantize_mxfp8": "mxfp8",
+    "quantize_mxfp8": "mxfp8",
+    "dequantize_tensor": "tensorwise",
+    "quantize_tensor": "tensorwise",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs torch when it is first asked for."""
-    if name in ("dequantize_block", "quantize_block"):
-        from megatron_rl.precision import quantize
-
-        return getattr(quantize, name)
+    """Loads the quantiser, and torch with it, at the first use of one of its names."""
+    if name in _QUANTISER:
+        return getattr(import_module(f"{__name__}.{_QUANTISER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

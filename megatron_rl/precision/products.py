@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron_rl.precision.engines import element_dtype
 from megatron_rl.precision.formats import BlockFormat
-from megatron_rl.precision.quantize import dequantize_block, quantize_block
+from megatron_rl.precision.quantize import quantize_dequantize
 
 
 def operand_dtype(fmt: BlockFormat, dtype: torch.dtype) -> torch.dtype:
@@ -36,10 +36,14 @@ def operand(x: torch.Tensor, fmt: BlockFormat, *, transposed: bool = False) -> t
     """
     rows, columns = fmt.block_shape
     shape = (columns, rows) if transposed else (rows, columns)
-    codes, scale_inv = quantize_block(
-        x, shape, fmt.scale_rounding, element_dtype(fmt.element), fmt.amax_epsilon
+    return quantize_dequantize(
+        x,
+        shape,
+        fmt.scale_rounding,
+        element_dtype(fmt.element),
+        fmt.amax_epsilon,
+        out_dtype=operand_dtype(fmt, x.dtype),
     )
-    return dequantize_block(codes, scale_inv, shape, operand_dtype(fmt, x.dtype))
 
 
 def block_linear(x: torch.Tensor, weight: torch.Tensor, input_format: BlockFormat) -> torch.Tensor:
