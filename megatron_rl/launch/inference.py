@@ -85,7 +85,7 @@ def _eval(arguments: argparse.Namespace) -> int:
             atomic_write(arguments.output, json.dumps(result, indent=1) + "\n")
             print(f"written to {arguments.output}", file=console)
 
-    return _run(config, work, show)
+    return run_quietly(config, work, show)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -138,10 +138,10 @@ def _generate(arguments: argparse.Namespace) -> int:
             atomic_write(arguments.output, lines)
             print(f"{len(rows)} responses written to {arguments.output}", file=console)
 
-    return _run(config, work, show)
+    return run_quietly(config, work, show)
 
 
-def _run(
+def run_quietly(
     config: RunConfig,
     work: Callable[[Path, Callable[[], AbstractContextManager[None]]], Any],
     show: Callable[[Any, TextIO], None],
