@@ -90,9 +90,9 @@ class TrainerConfig(ConfigSection):
     """``auto`` continues from the newest complete checkpoint of the run directory."""
     resume_path: str | None = None
     """Checkpoint directory for ``resume_mode=path``."""
-    collective_timeout_s: float = Field(default=1800.0, gt=0)
-    """Time limit of one collective between ranks: longer than the longest wait for a rollout, short
-    enough that a dead peer ends the run."""
+    collective_timeout_s: float = Field(default=2400.0, gt=0)
+    """Time limit of one collective between ranks: longer than ``rollout.timeout_s``, for which the
+    other ranks may wait, short enough that a dead peer ends the run."""
     save_final_checkpoint: bool = True
     """Save a resumable checkpoint after the last step."""
     export_hf: bool = True
@@ -150,6 +150,7 @@ class RunConfig(ConfigSection):
                 f"algorithm.mini_batch_size_prompts={mini} does not divide data.train_batch_size="
                 f"{self.data.train_batch_size}; choose a divisor"
             )
+        check_time_limits("rollout.timeout_s", self.rollout.timeout_s, self.trainer)
         if self.trainer.resume_mode == "path" and not self.trainer.resume_path:
             raise ValueError("trainer.resume_mode=path needs trainer.resume_path; set it")
         return self
@@ -164,3 +165,17 @@ class RunConfig(ConfigSection):
         """Optimizer steps that one rollout batch is used for."""
         mini = self.algorithm.mini_batch_size_prompts or self.data.train_batch_size
         return self.algorithm.num_epochs * (self.data.train_batch_size // mini)
+
+
+def check_time_limits(name: str, timeout_s: float, trainer: TrainerConfig) -> None:
+    """Refuses a time limit of sampling that the ranks waiting for it would not wait out.
+
+    Raises:
+        ValueError: ``timeout_s``, the option ``name``, is not below the limit of a collective.
+    """
+    if timeout_s >= trainer.collective_timeout_s:
+        raise ValueError(
+            f"{name}={timeout_s:g} must be below trainer.collective_timeout_s="
+            f"{trainer.collective_timeout_s:g}, since ranks that are done wait for the others in a "
+            f"collective; lower {name} or raise trainer.collective_timeout_s"
+        )

@@ -132,6 +132,9 @@ class RolloutConfig(ConfigSection):
     """Most sequences that the engine decodes together."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the engine's KV cache, in GiB."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Time limit of sampling one batch, or one evaluation; shorter than
+    ``trainer.collective_timeout_s``. A run over it ends."""
     seed_mode: Literal["per_request", "none"] = "per_request"
     """``per_request``: a run repeats (seeded by run seed, step, prompt, sample)."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -14,6 +14,7 @@ from megatron_rl.config.run import (
     LoggingConfig,
     PolicyConfig,
     TrainerConfig,
+    check_time_limits,
 )
 from megatron_rl.config.sections import (
     DataSourceConfig,
@@ -58,6 +59,8 @@ class SFTEvaluationConfig(EvaluationConfig):
     """Most sequences that the engine decodes together."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the engine's KV cache, in GiB."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Time limit of one evaluation's sampling; shorter than ``trainer.collective_timeout_s``."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """vLLM engine arguments, by vLLM's own names."""
 
@@ -90,6 +93,7 @@ class SFTConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> "SFTConfig":
+        check_time_limits("evaluation.timeout_s", self.evaluation.timeout_s, self.trainer)
         if self.trainer.resume_mode == "path" and not self.trainer.resume_path:
             raise ValueError("trainer.resume_mode=path needs trainer.resume_path; set it")
         if (
@@ -118,5 +122,6 @@ class SFTConfig(ConfigSection):
             tensor_parallel_size=evaluation.tensor_parallel_size,
             max_num_seqs=evaluation.max_num_seqs,
             kv_cache_gib=evaluation.kv_cache_gib,
+            timeout_s=evaluation.timeout_s,
             vllm=evaluation.vllm,
         )

@@ -8,12 +8,13 @@ beyond the rounding of batches.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.precision.audit import ModelReport
-from megatron_rl.rollout.types import Completion, Engine, Sampling
+from megatron_rl.rollout.types import Completion, Engine, RolloutTimeout, Sampling
 
 
 class DistributedEngine(Engine):
@@ -55,16 +56,36 @@ class DistributedEngine(Engine):
         numbers = list(range(len(prompts)) if prompt_indices is None else prompt_indices)
         share = range(self._engine, len(prompts), self._num_engines)
         ours: list[Completion] = []
+        late: RolloutTimeout | None = None
         if len(share):
-            ours = self._local.generate(
-                [prompts[i] for i in share], sampling, [numbers[i] for i in share]
-            )
-        gathered: list[list[Completion]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, ours)
+            try:
+                ours = self._local.generate(
+                    [prompts[i] for i in share], sampling, [numbers[i] for i in share]
+                )
+            except RolloutTimeout as error:
+                late = error
+        gathered = self._gather(ours, late)
         # The ranks of one engine return the same completions; the first one's count.
         whole = [c for rank in range(0, len(gathered), self._tp_size) for c in gathered[rank]]
         place = {number: i for i, number in enumerate(numbers)}
         return sorted(whole, key=lambda c: (place[c.prompt_index], c.sample_index))
+
+    def _gather(
+        self, ours: list[Completion], late: RolloutTimeout | None
+    ) -> list[list[Completion]]:
+        """Every rank's completions; where one engine was late, all ranks say so and none hangs."""
+        num_finished = len(ours) if late is None else late.num_finished
+        num_requests = len(ours) if late is None else late.num_requests
+        limit_s = None if late is None else late.limit_s
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (ours, num_finished, num_requests, limit_s))
+        limits = [limit for *_, limit in gathered if limit is not None]
+        if limits:
+            # The ranks of one engine count the same responses; the first one's count.
+            engines = gathered[:: self._tp_size]
+            finished, requests = (sum(engine[i] for engine in engines) for i in (1, 2))
+            raise RolloutTimeout(finished, requests, limits[0])
+        return [completions for completions, *_ in gathered]
 
     def update_weights(self, stream: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See :meth:`Engine.update_weights`; all ranks consume the stream in step."""

@@ -19,6 +19,21 @@ class NonFiniteWeights(ValueError):
     """A weight update holds NaN or Inf: the policy has diverged."""
 
 
+class RolloutTimeout(TimeoutError):
+    """Sampling did not end within its time limit."""
+
+    def __init__(self, num_finished: int, num_requests: int, limit_s: float) -> None:
+        """Counts are of responses, over all engines of the job."""
+        self.num_finished = num_finished
+        self.num_requests = num_requests
+        self.limit_s = limit_s
+        super().__init__(
+            f"sampling did not end within {limit_s:g} s: {num_finished} of {num_requests} "
+            "responses were finished; raise rollout.timeout_s (in a recipe of sft: "
+            "evaluation.timeout_s), or sample fewer or shorter responses"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How responses are sampled: always from the trained distribution, uncut and unpenalised."""
@@ -79,6 +94,8 @@ class Engine(abc.ABC):
 
         Raises:
             ValueError: A prompt is empty or leaves no room for a response.
+            RolloutTimeout: The time limit passed. Nothing is returned of what was finished, and the
+                engine can be used again.
             RuntimeError: The last weight update failed, so the engine holds no known policy.
         """
 

@@ -20,6 +20,7 @@ from megatron_rl.precision import LinearPlan, PrecisionFlow, vllm_precision
 from megatron_rl.precision.audit import ModelReport
 from megatron_rl.precision.wire import served_names
 from megatron_rl.rollout.seeds import derive_seed, preserve_host_rng
+from megatron_rl.rollout.time_limit import run_requests
 from megatron_rl.rollout.types import Completion, Engine, Sampling
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class VLLMEngine(Engine):
         self._expected = frozenset(served_names(parameter_names, plan))
         self._eos = tuple(eos_token_ids)
         self._max_model_len = max_model_len
+        self._tp_size = config.tensor_parallel_size
+        self._timeout_s = config.timeout_s
         self._version = -1
         self._broken: str | None = None
         if flow.serves_quantised:
@@ -151,7 +154,8 @@ class VLLMEngine(Engine):
             for sample in range(sampling.n)
         ]
         with preserve_host_rng():
-            outputs = self._llm.generate(requests, params, use_tqdm=False)
+            request_ids = self._llm.enqueue(requests, params, use_tqdm=False)
+            outputs = run_requests(self._llm, request_ids, self._timeout_s, self._group())
         return [
             _completion(output, numbers[index // sampling.n], index % sampling.n)
             for index, output in enumerate(outputs)
@@ -180,6 +184,13 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Shuts the engine's core down."""
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _group(self) -> torch.distributed.ProcessGroup | None:
+        if self._tp_size == 1:
+            return None
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return get_tp_group().cpu_group
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():

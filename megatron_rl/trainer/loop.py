@@ -1,12 +1,14 @@
 """The training loop: sample, score, update, sync - the whole algorithm on one page."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sft import SFTConfig
 from megatron_rl.policy.errors import NonFiniteError
-from megatron_rl.rollout import NonFiniteWeights, Sampling, derive_seed
+from megatron_rl.rollout import NonFiniteWeights, RolloutTimeout, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
 from megatron_rl.trainer.audit import require_contained
 from megatron_rl.trainer.batch import RolloutBatch, make_batch
@@ -45,6 +47,7 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
 
     Raises:
         NonFiniteError: The loss or gradient norm left the finite numbers; names the step.
+        TimeoutError: Sampling exceeded its limit; names the step.
     """
     config = parts.config
     sync(parts, state.step)
@@ -58,7 +61,8 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
             prompts = parts.loader.next_batch()
             with timings.measure("gen"):
                 sampling = training_sampling(parts, step)
-                completions = parts.engine.generate([p.token_ids for p in prompts], sampling)
+                with late_sampling_named(f"step {step}"):
+                    completions = parts.engine.generate([p.token_ids for p in prompts], sampling)
             with timings.measure("reward"):
                 texts, rewards = score_completions(
                     prompts, completions, parts.inputs.tokenizer, parts.inputs.rewards
@@ -111,6 +115,15 @@ def training_sampling(parts: Components, step: int) -> Sampling:
     )
 
 
+@contextmanager
+def late_sampling_named(what: str) -> Iterator[None]:
+    """Says what it was that exceeded the time limit of sampling."""
+    try:
+        yield
+    except RolloutTimeout as error:
+        raise TimeoutError(f"{what}: {error}") from error
+
+
 def sync(parts: RunParts, version: int) -> None:
     """Hands the policy's weights to the engine."""
     assert parts.engine is not None
@@ -122,7 +135,7 @@ def run_evaluation(parts: RunParts, step: int, recorder: Recorder, timings: Timi
     if not parts.inputs.val_prompts:
         return
     assert parts.engine is not None
-    with timings.measure("eval"):
+    with timings.measure("eval"), late_sampling_named(f"evaluation after step {step}"):
         evaluation = evaluate(
             step,
             parts.inputs.val_prompts,

@@ -25,14 +25,16 @@ def one_process(recipe):
     return metrics_of(train(recipe, "name=one"))
 
 
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "megatron_rl.launch.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_runs_like_one_process(recipe, one_process, name):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "megatron_rl.launch.cli", "train", "--config", str(recipe)]
-    result = subprocess.run(
-        [*command, f"name={name}", *LAYOUTS[name]], capture_output=True, text=True, timeout=280
-    )
+    result = torchrun("train", "--config", recipe, f"name={name}", *LAYOUTS[name])
     run_dir = recipe.parent / "runs" / name
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     ours = metrics_of(run_dir)
@@ -46,3 +48,22 @@ def test_a_layout_runs_like_one_process(recipe, one_process, name):
             assert ours[step, key] == pytest.approx(expected, rel=1e-3, abs=1e-5), (step, key)
         assert ours[step, "rollout_corr/logp_diff_abs_mean"] < 1e-5
     assert (run_dir / "hf" / "model.safetensors").is_file()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "tp_size", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["two-engines", "rollout-tp2"]
+)
+def test_late_sampling_ends_every_rank_with_one_sentence(recipe, tp_size):
+    options = [f"rollout.tensor_parallel_size={tp_size}", "rollout.timeout_s=0.001"]
+    options += ["rollout.max_response_length_tokens=40", "rollout.ignore_eos=true"]
+    options += ["evaluation.at_start=false", f"name=late{tp_size}"]
+    result = torchrun("train", "--config", recipe, *options)
+    assert result.returncode != 0
+    lines = [x for x in result.stderr.splitlines() if x.startswith("megatron-rl: the run failed")]
+    assert 1 <= len(lines) <= 2, result.stdout[-3000:] + result.stderr[-6000:]
+    # The launcher may end the second rank before it prints; what is printed is the same.
+    assert len(set(lines)) == 1
+    assert "step 1: sampling did not end within 0.001 s: 0 of 16 responses" in lines[0]
+    assert "rollout.timeout_s" in lines[0]
+    assert "megatron_rl/" not in result.stderr, "a traceback of ours"

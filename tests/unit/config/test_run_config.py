@@ -80,6 +80,8 @@ def test_every_field_is_documented():
         (["rollout.n=1"], "set rollout.n to 2 or more"),
         (["algorithm.mini_batch_size_prompts=5"], "does not divide data.train_batch_size=16"),
         (["trainer.resume_mode=path"], "needs trainer.resume_path"),
+        (["rollout.timeout_s=2400"], "must be below trainer.collective_timeout_s=2400"),
+        (["trainer.collective_timeout_s=60"], "rollout.timeout_s=1800 must be below"),
         (["data.train.0.kind=reasoning_gym"], "needs `task`"),
         (["data.train=[]"], "data.train"),
         (["model=null"], "config key 'model'"),

@@ -8,7 +8,7 @@ import torch
 
 from checkpoints_tools.hf import HFReader, write_hf_directory
 from megatron_rl.precision import LinearPlan
-from megatron_rl.rollout import Sampling
+from megatron_rl.rollout import RolloutTimeout, Sampling
 from megatron_rl.sync import stream_weights
 from support.tiny_engine import build_engine
 
@@ -203,3 +203,26 @@ def test_a_stream_of_another_flow_is_refused(policy_and_engine):
     policy, _ = policy_and_engine("llama", "bf16")
     with pytest.raises(ValueError, match="one flow"):
         list(stream_weights(policy, resolve_flow("fp32")))
+
+
+def test_sampling_ends_at_its_time_limit_and_the_engine_goes_on(policy_and_engine, monkeypatch):
+    _, engine = policy_and_engine("llama", "bf16")
+    sampling = Sampling(n=3, max_tokens=40, seed=7, ignore_eos=True)
+    expected = engine.generate(PROMPTS, sampling)
+    stepper = engine._llm.llm_engine
+    step, clock = stepper.step, [0.0]
+
+    def slow_step():
+        clock[0] += 1.0
+        return step()
+
+    # Each engine step takes a second: 40 tokens do not fit into 20, and 8 do.
+    monkeypatch.setattr("megatron_rl.rollout.time_limit.monotonic", lambda: clock[0])
+    monkeypatch.setattr(stepper, "step", slow_step)
+    monkeypatch.setattr(engine, "_timeout_s", 20.0)
+    with pytest.raises(RolloutTimeout, match="within 20 s: 0 of 12 responses were finished"):
+        engine.generate(PROMPTS, sampling)
+    assert clock[0] == pytest.approx(21)
+    assert len(engine.generate(PROMPTS, Sampling(max_tokens=8))) == 4
+    monkeypatch.undo()
+    assert engine.generate(PROMPTS, sampling) == expected
