@@ -220,7 +220,8 @@ class PolicyModel(GPTModel):
             temperature: Divides the logits.
             chunk_tokens: Rows of logits alive at one time.
             with_entropy: Compute entropies.
-            return_logits: Return all logits of the stream instead (tests and verification).
+            return_logits: Return all logits of the stream instead (tests and verification), on a
+                TP rank those of its part of the vocabulary.
 
         Returns:
             On the last stage log-probs ``[R]`` and entropies ``[R]`` in float32, or logits ``[T,
@@ -242,7 +243,6 @@ class PolicyModel(GPTModel):
         weight, shard = self.head()
         hidden = hidden.squeeze(1)
         if return_logits:
-            assert shard.group is None, "logits of a vocabulary shard"
             return F.linear(hidden, weight[: shard.num_valid])
         return token_logprobs(
             hidden[packed.predict_index],

@@ -4,7 +4,7 @@ Loading fills every parameter from a reader, one tensor in memory at a time; any
 unexpected, misshapen or non-finite is an error that names it. Nothing here touches a file.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron_rl.models import ParameterMap
 from megatron_rl.models.entry import ParameterEntry
 from megatron_rl.policy.fp8_linear import block_scaled_linears
+from megatron_rl.policy.node_reading import NodeReader, node_group
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.precision import BlockFormat, LinearPlan, PrecisionFlow, torch_dtype
 from megatron_rl.precision.engines import element_dtype
@@ -64,6 +65,8 @@ def load_hf_weights(
 ) -> dict[str, torch.Tensor]:
     """Fills this rank's parameters from Hugging Face tensors.
 
+    A collective: each tensor is read by one rank of a machine, which sends it to the others.
+
     Args:
         model: Bare Megatron model of this pipeline stage.
         parameters: The family's map.
@@ -79,28 +82,47 @@ def load_hf_weights(
         ValueError: The checkpoint does not fit the model, or a tensor holds NaN or Inf.
     """
     unrounded: dict[str, torch.Tensor] = {}
-    local_names = (name for name, _ in model.named_parameters())
     parameters.check_hf_keys(keys)
     parameters.check_tp(layout.tp_size)
-    with torch.no_grad():
-        for local_name, (name, parameter) in zip(local_names, named_parameters(model), strict=True):
-            entry = parameters.entry(name)
-            shard = entry.shard(
-                entry.to_megatron(tensors), tp_rank=layout.tp_rank, tp_size=layout.tp_size
-            )
-            if not torch.isfinite(shard.sum(dtype=torch.float32)):
-                raise ValueError(
-                    f"{', '.join(entry.hf_names)} holds NaN or Inf; the checkpoint is damaged"
-                )
-            assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
-            parameter.copy_(shard)
-            if torch.promote_types(shard.dtype, parameter.dtype) != parameter.dtype:
-                unrounded[local_name] = shard.contiguous()
+    held: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    local_names = (name for name, _ in model.named_parameters())
+    for local_name, (name, parameter) in zip(local_names, named_parameters(model), strict=True):
+        held.setdefault(parameters.entry(name).megatron_name, []).append((local_name, parameter))
+    device = next(model.parameters()).device
+    with torch.no_grad(), node_group() as group:
+        reader = NodeReader(tensors, held, group, device)
+        for entry in parameters:
+            unrounded |= _fill(reader, entry, held.get(entry.megatron_name, []), layout)
     if unrounded:
         # Of a checkpoint of several dtypes, the parameters that needed no rounding.
         for local_name, parameter in model.named_parameters():
             unrounded.setdefault(local_name, parameter.detach())
     return unrounded
+
+
+def _fill(
+    reader: NodeReader,
+    entry: ParameterEntry,
+    held: Sequence[tuple[str, torch.nn.Parameter]],
+    layout: ParallelLayout,
+) -> dict[str, torch.Tensor]:
+    """Reads one entry into the parameters that hold it; returns shards finer than they are.
+
+    The full tensor does not outlive the call: there is never more than one.
+    """
+    full = reader.read(entry)
+    finer = {}
+    for local_name, parameter in held:
+        assert full is not None, entry.megatron_name
+        shard = entry.shard(full, tp_rank=layout.tp_rank, tp_size=layout.tp_size)
+        assert shard.shape == parameter.shape, (entry.megatron_name, shard.shape, parameter.shape)
+        parameter.copy_(shard)
+        if torch.promote_types(shard.dtype, parameter.dtype) != parameter.dtype:
+            kept = shard.cpu().contiguous()
+            # A shard that is a view would keep the whole tensor.
+            is_view = kept.untyped_storage().nbytes() > kept.nbytes
+            finer[local_name] = kept.clone() if is_view else kept
+    return finer
 
 
 def export_hf_weights(
