@@ -58,7 +58,15 @@ def add_generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
     parser.add_argument(
         "--chat", action="store_true", help="put text prompts into the model's chat template"
     )
-    parser.add_argument("--n", type=int, default=1, help="samples per prompt (default 1)")
+    parser.add_argument(
+        # torchrun takes --n for an abbreviation of its own options, even after the module.
+        "--n",
+        "--num-samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="samples per prompt (default 1)",
+    )
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the recipe's")
     parser.add_argument("--max-tokens", type=int, help="longest response; default: the recipe's")
     parser.add_argument("--seed", type=int, help="seed of the call; default: the recipe's")

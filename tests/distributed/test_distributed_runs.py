@@ -1,11 +1,12 @@
 """Whole runs under torchrun: the same rewards and losses as one process, at any layout."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from support.tiny_run import metrics_of, train, write_recipe
+from support.tiny_run import megatron_rl, metrics_of, train, write_recipe
 
 LAYOUTS = {
     "tp2-rollout-tp1": ["policy.tensor_model_parallel_size=2"],
@@ -51,9 +52,46 @@ def test_a_layout_runs_like_one_process(recipe, one_process, name):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "tp_size", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["two-engines", "rollout-tp2"]
-)
+def test_eval_on_two_ranks_repeats_the_evaluation_of_a_run(recipe, one_process, tmp_path):
+    export = recipe.parent / "runs" / "one" / "hf"
+    output = tmp_path / "result.json"
+    result = torchrun(
+        *("eval", "--config", recipe, "--output", output, f"model.path={export}"),
+        "policy.tensor_model_parallel_size=2",
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    # One rank prints.
+    assert result.stdout.count("written to") == 1 == result.stdout.count("4 prompts, fp32")
+    metrics = json.loads(output.read_text())["metrics"]
+    expected = {k: v for (step, k), v in one_process.items() if step == 4 and "val-core" in k}
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert any(value > 0 for value in metrics.values())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_generate_on_two_ranks_samples_what_one_process_samples(recipe, tmp_path):
+    run = train(recipe, "name=saved", "trainer.total_steps=1", "trainer.save_final_checkpoint=true")
+    arguments = ["generate", "--config", recipe]
+    arguments += ["--checkpoint", run / "checkpoints" / "global_step_1", "--num-samples", 2]
+    prompts = ["--prompt", "a:", "b:", "c + "]
+    one = megatron_rl(*arguments, *prompts)
+    assert one.returncode == 0, one.stderr
+    sizes = ["policy.tensor_model_parallel_size=2", "rollout.tensor_parallel_size=2"]
+    two = torchrun(*arguments, *sizes, *prompts)
+    assert two.returncode == 0, two.stderr[-6000:]
+    rows, expected = (
+        [json.loads(line) for line in text.splitlines()] for text in (two.stdout, one.stdout)
+    )
+    assert len(rows) == len(expected) == 6
+    for row, other in zip(rows, expected, strict=True):
+        assert row.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-5)
+        assert row == other
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2], ids=["two-engines", "rollout-tp2"])
 def test_late_sampling_ends_every_rank_with_one_sentence(recipe, tp_size):
     options = [f"rollout.tensor_parallel_size={tp_size}", "rollout.timeout_s=0.001"]
     options += ["rollout.max_response_length_tokens=40", "rollout.ignore_eos=true"]
