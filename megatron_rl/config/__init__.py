@@ -25,6 +25,7 @@ from megatron_rl.config.sections import (
     PrecisionConfig,
     RewardConfig,
     RolloutConfig,
+    RolloutCorrectionConfig,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "PrecisionConfig",
     "RewardConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RunConfig",
     "TrainerConfig",
     "apply_overrides",

@@ -150,6 +150,56 @@ class KLConfig(ConfigSection):
     """Per-token estimator (Schulman, 2020)."""
 
 
+class RolloutCorrectionConfig(ConfigSection):
+    """Importance weights against the mismatch of the policy that sampled and the one trained."""
+
+    rule: Literal[
+        "none", "token_tis", "sequence_tis", "sequence_mis", "geometric_rejection", "icepop"
+    ] = "none"
+    """``token_tis``, ``sequence_tis``: ratio of a token or its sequence, truncated at ``cap``.
+    ``sequence_mis``: a sequence beyond ``cap`` is dropped. ``icepop``: a token outside ``low`` to
+    ``high`` is dropped. ``geometric_rejection``: a sequence is dropped by its mean ratio, the
+    others keep weight 1. A sequence rule scores a batch once more than ``token_tis`` and ``icepop``
+    when the batch is used for a single optimizer step."""
+    cap: float | None = Field(default=None, ge=1)
+    """Largest weight of ``token_tis``, ``sequence_tis`` and ``sequence_mis``; by default 2."""
+    low: float | None = Field(default=None, gt=0, le=1)
+    """Lower bound of ``icepop`` (by default 0.5) and ``geometric_rejection`` (0.999)."""
+    high: float | None = Field(default=None, ge=1)
+    """Upper bound of ``icepop`` (by default 5) and ``geometric_rejection`` (1.001)."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "RolloutCorrectionConfig":
+        used: tuple[str, ...] = ("low", "high") if self._has_range else ("cap",)
+        if self.rule == "none":
+            used = ()
+        for name in ("cap", "low", "high"):
+            if getattr(self, name) is not None and name not in used:
+                reads = " and ".join(used) or "no bound"
+                raise ValueError(
+                    f"`{name}` is set, but rule {self.rule!r} reads {reads}; remove it, or choose "
+                    "a rule that reads it"
+                )
+        return self
+
+    @property
+    def _has_range(self) -> bool:
+        return self.rule in ("icepop", "geometric_rejection")
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether a token's weight depends on that token alone."""
+        return self.rule in ("token_tis", "icepop")
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """Arguments of the rule: ``(cap,)`` or ``(low, high)``."""
+        if not self._has_range:
+            return (2.0 if self.cap is None else self.cap,)
+        low, high = (0.5, 5.0) if self.rule == "icepop" else (0.999, 1.001)
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+
 class AlgorithmConfig(ConfigSection):
     """The policy-gradient estimator and its loss."""
 
@@ -166,6 +216,8 @@ class AlgorithmConfig(ConfigSection):
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus in the loss."""
     kl: KLConfig = KLConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """Importance weights on the surrogate; off by default."""
     num_epochs: int = Field(default=1, gt=0)
     """Passes over each rollout batch."""
     mini_batch_size_prompts: int | None = Field(default=None, gt=0)

@@ -66,7 +66,8 @@ class CrossEntropy:
     ) -> torch.Tensor:
         """This micro-batch's share of the loss, as ``policy.execution.Objective`` defines it."""
         weights = self.weights[rows.cpu(), columns.cpu()].to(logprobs.device)
-        return -(weights * logprobs).sum()
+        # 0 * NaN is NaN: what has no weight is replaced, not multiplied away.
+        return -(weights * logprobs.masked_fill(weights == 0, 0.0)).sum()
 
 
 def load_sft_inputs(config: SFTConfig, model_path: Path) -> Inputs:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_rl.algorithms.correction import Correction
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.mismatch import mismatch_metrics
 from megatron_rl.policy.policy import FrozenPolicy, Policy, UpdateResult
 from megatron_rl.trainer.batch import RolloutBatch
 from megatron_rl.trainer.objective import MiniBatchObjective, mini_batch_weights
+from megatron_rl.trainer.rollout_correction import correct
 from megatron_rl.trainer.timing import Timings
 
 
@@ -46,12 +48,19 @@ def update_policy(
     old: torch.Tensor | None = None
     measured: list[Scored] = []
     num_tokens = 0
-    if not on_policy:
+    rule = algorithm.rollout_correction
+    corrected: Correction | None = None
+    if not on_policy or not (rule.rule == "none" or rule.is_per_token):
         with timings.measure("old_log_prob"):
             scored = policy.score(batch.groups(contributing), batch.shape, temperature=temperature)
-        old = scored.logprobs
         num_tokens += scored.num_tokens
-        measured.append(Scored(logprobs=old, rows=contributing))
+        measured.append(Scored(logprobs=scored.logprobs, rows=contributing))
+        if not on_policy:
+            old = scored.logprobs
+        if rule.rule != "none":
+            mask = batch.loss_mask & contributing[:, None]
+            corrected = correct(rule, scored.logprobs, batch.rollout_logprobs, mask)
+    corrects_tokens = rule.is_per_token and corrected is None
     probe = _skipped_probe(batch, contributing)
     if probe.any():
         with timings.measure("old_log_prob"):
@@ -75,6 +84,8 @@ def update_policy(
                 ),
                 old_logprobs=old,
                 ref_logprobs=ref,
+                correction=None if corrected is None else corrected.weights,
+                rollout_logprobs=batch.rollout_logprobs if corrects_tokens else None,
             )
             computed = rows & contributing
             if not computed.any():
@@ -84,11 +95,20 @@ def update_policy(
                 batch.groups(computed), batch.shape, objective, temperature=temperature
             )
             num_tokens += result.values.num_tokens
-            reports.append(_report(result, objective, computed))
+            if corrects_tokens:
+                corrected = objective.token_correction(
+                    result.values.logprobs,
+                    batch.rollout_logprobs,
+                    batch.loss_mask & computed[:, None],
+                )
+            factors = None if corrected is None else corrected.weights
+            reports.append(_report(result, objective, computed, factors))
             if on_policy:
                 measured.insert(0, Scored(logprobs=result.values.logprobs, rows=computed))
     metrics = {key: sum(r[key] for r in reports) / len(reports) for key in reports[0]}
     metrics |= _mismatch(batch, measured)
+    if corrected is not None:
+        metrics |= corrected.metrics
     metrics["rollout/skipped_samples_share"] = 1.0 - contributing.float().mean().item()
     metrics["perf/update_num_tokens"] = float(num_tokens)
     return metrics
@@ -120,7 +140,10 @@ def _mini_batches(batch: RolloutBatch, config: RunConfig) -> list[torch.Tensor]:
 
 
 def _report(
-    result: UpdateResult, objective: MiniBatchObjective, computed: torch.Tensor
+    result: UpdateResult,
+    objective: MiniBatchObjective,
+    computed: torch.Tensor,
+    correction: torch.Tensor | None,
 ) -> dict[str, float]:
     """Metrics of one optimizer step, over the tokens that it computed."""
     logprobs, weights = result.values.logprobs, objective.weights
@@ -131,11 +154,13 @@ def _report(
     )
 
     def mean(values: torch.Tensor) -> float:
-        return float((values * mask).sum().item() / tokens)
+        return float(values.masked_fill(~mask, 0.0).sum().item() / tokens)
+
+    pg_loss = output.loss if correction is None else output.loss * correction
 
     report = {
         "actor/loss": result.values.loss,
-        "actor/pg_loss": float((weights * output.loss).sum()),
+        "actor/pg_loss": float((weights * pg_loss).sum()),
         "actor/entropy": mean(result.values.entropy),
         "actor/ppo_kl": mean(output.approx_kl_k1),
         "actor/pg_clipfrac": mean(output.clipped_high | output.clipped_low),
@@ -145,7 +170,7 @@ def _report(
     }
     if objective.ref_logprobs is not None:
         per_token = objective.kl(logprobs, objective.ref_logprobs)
-        report["actor/kl_loss"] = float((weights * per_token * mask).sum())
+        report["actor/kl_loss"] = float((weights * per_token.masked_fill(~mask, 0.0)).sum())
     return report
 
 
