@@ -67,7 +67,8 @@ def initialize(config: PolicyConfig, seed: int, *, timeout_s: float = 600.0) -> 
             f"policy.pipeline_model_parallel_size={pp}; start a multiple of {tp * pp} ranks"
         )
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tp, pp)
+        # Megatron's groups do not take the limit of the default group.
+        parallel_state.initialize_model_parallel(tp, pp, distributed_timeout_minutes=timeout_s / 60)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return current_layout()
 

@@ -96,6 +96,13 @@ def test_mistakes_are_explained(overrides, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_the_limit_of_an_evaluation_is_below_that_of_a_collective():
+    with pytest.raises(ConfigError, match="evaluation.timeout_s=3000 must be below"):
+        validate(tree(evaluation={"timeout_s": 3000}), SFTConfig)
+    allowed = tree(evaluation={"timeout_s": 3000}, trainer={"collective_timeout_s": 3001})
+    assert validate(allowed, SFTConfig).rollout.timeout_s == 3000
+
+
 def test_overrides_are_typed_and_leave_the_tree_alone():
     original = tree()
     changed = apply_overrides(
