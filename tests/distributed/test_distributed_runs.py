@@ -52,6 +52,7 @@ def test_a_layout_runs_like_one_process(recipe, one_process, name):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_eval_on_two_ranks_repeats_the_evaluation_of_a_run(recipe, one_process, tmp_path):
     export = recipe.parent / "runs" / "one" / "hf"
     output = tmp_path / "result.json"
