@@ -22,6 +22,7 @@ from megatron_rl.metrics.console_lines import (
     column_header,
     evaluation_line,
     header_block,
+    overflow_line,
     remaining_seconds,
     step_line,
     step_seconds,
@@ -91,6 +92,8 @@ class Console:
         self._line(step_line(step, self._total_steps, metrics, eta_s, self._columns))
         assert self._lines_since_header is not None
         self._lines_since_header += 1
+        if (overflow := overflow_line(step, metrics)) is not None:
+            self._line(overflow, style="yellow")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of an evaluation.

@@ -153,6 +153,15 @@ def step_line(
     return f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}{body}"
 
 
+def overflow_line(step: int, metrics: Mapping[str, float]) -> str | None:
+    """Says that an overflow skipped optimizer steps of this step; None when there was none."""
+    skipped = metrics.get("actor/skipped_steps", 0.0)
+    if not skipped:
+        return None
+    steps = "1 optimizer step" if skipped == 1 else f"{skipped:.0f} optimizer steps"
+    return f"step {step}: overflow, {steps} skipped; loss scale {metrics['actor/loss_scale']:g}"
+
+
 def remaining_seconds(recent_step_seconds: Iterable[float], steps_left: int) -> float | None:
     """Median of recent step times, for the steps that are left; ``None`` before the first step."""
     seconds = list(recent_step_seconds)

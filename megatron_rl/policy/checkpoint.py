@@ -166,6 +166,8 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
         policy.model.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
     policy.weights_changed()
+    if policy.loss_scale is not None:
+        policy.loss_scale.load_state_dict(state["loss_scale"])
     policy.scheduler.num_steps = 0  # Megatron's scheduler adds the saved steps to its own
     policy.scheduler.load_state_dict(state["scheduler"])
     for inner in torch_optimizers(policy.optimizer):
@@ -179,7 +181,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
 
 def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     model = policy.model.sharded_state_dict(metadata=METADATA)
-    return {
+    state = {
         "model": model,
         "optimizer": policy.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=METADATA
@@ -187,6 +189,9 @@ def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
         "scheduler": policy.scheduler.state_dict(),
         "rng": _sharded_rng_state(policy.layout),
     }
+    if policy.loss_scale is not None:
+        state["loss_scale"] = policy.loss_scale.state_dict()
+    return state
 
 
 def _sharded_rng_state(layout: ParallelLayout) -> ShardedObject:

@@ -31,6 +31,7 @@ class NodeReader:
         wanted: Collection[str],
         group: dist.ProcessGroup | None,
         device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         """Agrees with the other ranks of the machine on what is read.
 
@@ -39,10 +40,12 @@ class NodeReader:
             wanted: Megatron names of the entries that this rank needs.
             group: Ranks of this machine; None for a rank that is alone.
             device: Where entries are sent from and to.
+            dtype: Of the parameters, whose range the values must fit.
         """
         self._tensors = tensors
         self._group = group
         self._device = device
+        self._dtype = dtype
         self._wanted = set(wanted)
         if group is not None:
             of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size(group))]
@@ -55,21 +58,22 @@ class NodeReader:
         A collective of the machine's ranks. The tensor may be a view of the file.
 
         Raises:
-            ValueError: A tensor is missing, misshapen, or holds NaN or Inf. It is raised on every
-                rank of the machine, as is any other fault of the reading rank.
+            ValueError: A tensor is missing, misshapen, out of the dtype's range, or holds NaN or
+                Inf. It is raised on every rank of the machine, as is any other fault of the
+                reading rank.
             OSError: The file could not be read.
             RuntimeError: Another fault of the reading rank.
         """
         if entry.megatron_name not in self._wanted:
             return None
         if self._group is None:
-            return _checked(entry, self._tensors)
+            return _checked(entry, self._tensors, self._dtype)
         source = dist.get_global_rank(self._group, 0)
         is_reader = dist.get_rank() == source
         full, fault = None, None
         if is_reader:
             try:
-                full = _checked(entry, self._tensors).to(self._device).contiguous()
+                full = _checked(entry, self._tensors, self._dtype).to(self._device).contiguous()
             except Exception as error:  # sent to those who wait, then raised
                 fault = error
         head = [None if full is None else full.dtype, None if fault is None else _described(fault)]
@@ -131,11 +135,18 @@ def _machine() -> str:
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
-def _checked(entry: ParameterEntry, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _checked(
+    entry: ParameterEntry, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
     full = entry.to_megatron(tensors)
     # A sum is finite only if every term is, and costs one read.
     if not torch.isfinite(full.sum(dtype=torch.float32)):
         raise ValueError(f"{', '.join(entry.hf_names)} holds NaN or Inf; the checkpoint is damaged")
+    if dtype == torch.float16 and full.abs().amax() > torch.finfo(dtype).max:
+        raise ValueError(
+            f"{', '.join(entry.hf_names)} exceeds 65504, the largest number of FP16; train this "
+            "model with precision.flow=bf16"
+        )
     return full
 
 

@@ -10,7 +10,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_rl.config import OptimizerConfig
-from megatron_rl.precision import PrecisionFlow, megatron_precision
+from megatron_rl.precision import PrecisionFlow, megatron_loss_scale, megatron_precision
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ def build_optimizer(
             clip_grad=config.clip_grad,
             use_distributed_optimizer=True,
             **megatron_precision(flow),
+            **megatron_loss_scale(flow),
         ),
         chunks,
     )

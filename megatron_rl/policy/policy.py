@@ -20,6 +20,7 @@ from megatron_rl.platforms import current_platform
 from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.execution import ExecutionOptions, Objective, TokenValues, run_groups
 from megatron_rl.policy.fp8_linear import invalidate_codes
+from megatron_rl.policy.loss_scale import DynamicLossScale
 from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_config
 from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
 from megatron_rl.policy.packing import PromptGroup
@@ -44,9 +45,13 @@ class UpdateResult:
     values: TokenValues
     """Log-probs and entropies before the step, and the loss."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Global gradient norm before clipping; NaN when the step was skipped."""
     lr: float
     """Learning rate of the step."""
+    skipped: bool = False
+    """An overflow skipped the step: weights, moments and schedule are as before (FP16 only)."""
+    loss_scale: float | None = None
+    """Loss scale after the step, with which the next one begins; None without one."""
 
 
 class FrozenPolicy:
@@ -145,6 +150,7 @@ class Policy(FrozenPolicy):
     optimizer: Any
     scheduler: Any
     ddp: DistributedDataParallel
+    loss_scale: DynamicLossScale | None = None
 
     def load(
         self, tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
@@ -173,6 +179,8 @@ class Policy(FrozenPolicy):
         self.optimizer = build_optimizer([self.ddp], self.config.optimizer, self.flow)
         if unrounded:
             self.optimizer.reload_model_params(state_dict=dict(unrounded))
+        if self.flow.loss_scale is not None:
+            self.loss_scale = DynamicLossScale(self.flow.loss_scale, self.optimizer)
         self.scheduler = build_scheduler(
             self.optimizer, self.config.optimizer, total_optimizer_steps
         )
@@ -188,12 +196,12 @@ class Policy(FrozenPolicy):
         temperature: float,
         with_entropy: bool = True,
     ) -> UpdateResult:
-        """One optimizer step on the objective.
+        """One optimizer step on the objective; with a loss scale, an overflow skips it.
 
         Raises:
             NonFiniteError: The loss or gradient norm is NaN or Inf. After a bad loss the weights
-                are as
-                before; after a bad norm they are not to be used.
+                are as before; after a bad norm they are not to be used. With a loss scale: it
+                cannot be lowered further.
         """
         self.wrapped.train()
         self.ddp.zero_grad_buffer()
@@ -206,16 +214,28 @@ class Policy(FrozenPolicy):
             self._options(temperature, with_entropy),
             objective,
         )
-        if not math.isfinite(values.loss):
-            raise NonFiniteError(f"the loss is {values.loss}")
         lr = self.current_lr
-        success, grad_norm, _ = self.optimizer.step()
-        self.weights_changed()
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(f"the gradient norm is {grad_norm}")
-        assert success, "without a loss scale every step succeeds"
-        self.scheduler.step(increment=1)
-        return UpdateResult(values=values, grad_norm=float(grad_norm), lr=lr)
+        loss_is_finite = math.isfinite(values.loss)
+        grad_norm: float | None
+        if self.loss_scale is not None:
+            grad_norm = self.loss_scale.step(self.optimizer, loss_is_finite=loss_is_finite)
+        elif loss_is_finite:
+            success, grad_norm, _ = self.optimizer.step()
+            assert success, "without a loss scale every step succeeds"
+        else:
+            raise NonFiniteError(f"the loss is {values.loss}")
+        if grad_norm is not None:
+            self.weights_changed()
+            if not math.isfinite(grad_norm):
+                raise NonFiniteError(f"the gradient norm is {grad_norm}")
+            self.scheduler.step(increment=1)
+        return UpdateResult(
+            values=values,
+            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            lr=lr,
+            skipped=grad_norm is None,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
+        )
 
     @property
     def current_lr(self) -> float:

@@ -88,9 +88,9 @@ def load_hf_weights(
     local_names = (name for name, _ in model.named_parameters())
     for local_name, (name, parameter) in zip(local_names, named_parameters(model), strict=True):
         held.setdefault(parameters.entry(name).megatron_name, []).append((local_name, parameter))
-    device = next(model.parameters()).device
+    first = next(model.parameters())
     with torch.no_grad(), node_group() as group:
-        reader = NodeReader(tensors, held, group, device)
+        reader = NodeReader(tensors, held, group, first.device, first.dtype)
         for entry in parameters:
             unrounded |= _fill(reader, entry, held.get(entry.megatron_name, []), layout)
     if unrounded:

@@ -7,7 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.precision.audit import audit
-from megatron_rl.precision.engines import megatron_precision, torch_dtype, vllm_precision
+from megatron_rl.precision.engines import (
+    megatron_loss_scale,
+    megatron_precision,
+    torch_dtype,
+    vllm_precision,
+)
 from megatron_rl.precision.flow import DType, Format, LossScale, PrecisionFlow, format_str
 from megatron_rl.precision.flows import flow_names, flow_of, resolve_flow
 from megatron_rl.precision.formats import BlockFormat, MXFormat, OperandFormat, TensorFormat
@@ -45,6 +50,7 @@ __all__ = [
     "flow_names",
     "flow_of",
     "format_str",
+    "megatron_loss_scale",
     "megatron_precision",
     "partition_violations",
     "plan_linears",

@@ -45,6 +45,21 @@ def megatron_precision(flow: PrecisionFlow) -> dict[str, Any]:
     }
 
 
+def megatron_loss_scale(flow: PrecisionFlow) -> dict[str, Any]:
+    """Fields of Megatron's ``OptimizerConfig`` for the flow's loss scale; none without one.
+
+    It has no field for the backoff factor, nor for when to give up.
+    """
+    if flow.loss_scale is None:
+        return {}
+    return {
+        "initial_loss_scale": flow.loss_scale.initial,
+        "min_loss_scale": flow.loss_scale.floor,
+        "loss_scale_window": flow.loss_scale.growth_interval_steps,
+        "hysteresis": flow.loss_scale.hysteresis,
+    }
+
+
 def vllm_precision(flow: PrecisionFlow, plan: LinearPlan) -> dict[str, Any]:
     """Engine arguments of vLLM that the flow decides.
 

@@ -10,6 +10,7 @@ derived from it and from nothing else.
 This module imports no torch, so a flow can be printed and checked on a login node.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ DType = Literal["float32", "bfloat16", "float16"]
 Format = DType | BlockFormat | MXFormat
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+LARGEST_SCALE = 2.0**127
+"""The largest power of two in FP32, which holds the loss scale."""
 SHAREABLE_OPERATORS = ("norm", "rope", "attention")
 BETWEEN_PRODUCTS = (
     "attention",
@@ -41,7 +44,8 @@ class LossScale:
     growth_interval_steps: int = 400
     """Steps without overflow after which the scale doubles."""
     hysteresis: int = 1
-    """Overflows in a row before the scale is lowered."""
+    """The overflow, counted from the last growth, that first lowers the scale; so does each later
+    one."""
     backoff: float = 0.5
     """Factor of the scale after an overflow."""
     floor: float = 1.0
@@ -49,6 +53,35 @@ class LossScale:
     max_steps_at_floor: int = 10
     """Overflows in a row with the scale at its floor after which the run ends: the policy itself
     has left the finite numbers."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is no scale.
+
+        Raises:
+            ValueError: A field is no number, or outside its range.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted = (int,) if field.type is int else (int, float)
+            if isinstance(value, bool) or not isinstance(value, wanted):
+                kind = "an integer" if field.type is int else "a number"
+                raise ValueError(f"precision.flow.loss_scale.{field.name}={value!r} must be {kind}")
+        for name, valid, expected in (
+            ("floor", 0 < self.floor < math.inf, "above 0 and finite"),
+            (
+                "initial",
+                self.floor <= self.initial <= LARGEST_SCALE,
+                f"between the floor {self.floor:g} and 2^127",
+            ),
+            ("backoff", 0 < self.backoff < 1, "above 0 and below 1"),
+            ("growth_interval_steps", self.growth_interval_steps >= 1, "1 or more"),
+            ("hysteresis", self.hysteresis >= 1, "1 or more"),
+            ("max_steps_at_floor", self.max_steps_at_floor >= 1, "1 or more"),
+        ):
+            if not valid:
+                raise ValueError(
+                    f"precision.flow.loss_scale.{name}={getattr(self, name):g} must be {expected}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +161,11 @@ class PrecisionFlow:
             raise ValueError(
                 f"flow {self.name!r} has a loss scale and computes in {self.compute_dtype}; only "
                 "float16 needs one, remove it"
+            )
+        if self.loss_scale is None and self.compute_dtype == "float16":
+            raise ValueError(
+                f"flow {self.name!r} computes in float16 without a loss scale, so that small "
+                "gradients would vanish; derive it from `base: fp16`, or add loss_scale: {}"
             )
         for role in ("linear_weight", "linear_input", "output_gradient"):
             value = getattr(self, role)

@@ -125,10 +125,10 @@ def _role_value(role: str, value: Any) -> Any:
             )
         return items
     if role == "loss_scale":
-        known = {field.name for field in fields(LossScale)}
+        known = [field.name for field in fields(LossScale)]
         if value is None:
             return None
-        if not isinstance(value, Mapping) or not set(value) <= known:
+        if not isinstance(value, Mapping) or not set(value) <= set(known):
             raise ValueError(
                 f"precision.flow.loss_scale={value!r} must be a mapping of {', '.join(known)}"
             )

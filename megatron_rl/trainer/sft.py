@@ -34,7 +34,7 @@ from megatron_rl.trainer.loop import (
     sync,
 )
 from megatron_rl.trainer.recorder import RunRecorder
-from megatron_rl.trainer.step_metrics import peak_rss_gib
+from megatron_rl.trainer.step_metrics import optimizer_metrics, peak_rss_gib
 from megatron_rl.trainer.timing import Timings
 
 
@@ -191,12 +191,13 @@ def learn(policy: Policy, examples: Sequence[Example]) -> dict[str, float]:
         with_entropy=False,
     )
     loss = result.values.loss
-    prompt_tokens = sum(len(example.token_ids) for example in examples)
-    return {
+    losses = {
         "sft/loss": loss,
         "sft/perplexity": math.exp(min(loss, 700.0)),  # exp(710) overflows
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.lr,
+    }
+    prompt_tokens = sum(len(example.token_ids) for example in examples)
+    return (losses if math.isfinite(loss) else {}) | {
+        **optimizer_metrics(result),
         "response_length/mean": lengths.float().mean().item(),
         "perf/update_num_tokens": float(result.values.num_tokens),
         "perf/total_num_tokens": float(prompt_tokens + int(lengths.sum())),

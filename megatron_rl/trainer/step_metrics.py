@@ -2,9 +2,11 @@
 
 import resource
 import sys
+from collections.abc import Sequence
 
 import torch
 
+from megatron_rl.policy.policy import UpdateResult
 from megatron_rl.trainer.batch import RolloutBatch
 from megatron_rl.trainer.timing import Timings
 
@@ -33,6 +35,36 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics[f"{name}/max"] = values.max().item()
         metrics[f"{name}/min"] = values.min().item()
     return metrics
+
+
+def optimizer_metrics(result: UpdateResult) -> dict[str, float]:
+    """Gradient norm, learning rate and loss scale of one optimizer step.
+
+    A skipped step has no gradient norm; a flow without a loss scale has none of its metrics.
+    """
+    metrics = {} if result.skipped else {"actor/grad_norm": result.grad_norm}
+    metrics["actor/lr"] = result.lr
+    if result.loss_scale is not None:
+        metrics["actor/loss_scale"] = result.loss_scale
+        metrics["actor/skipped_steps"] = float(result.skipped)
+    return metrics
+
+
+def combine_reports(reports: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a rollout batch from those of its optimizer steps.
+
+    Means, over the steps that have the metric; but the number of skipped steps, and the last loss
+    scale.
+    """
+    combined: dict[str, float] = {}
+    for key in dict.fromkeys(key for report in reports for key in report):
+        values = [report[key] for report in reports if key in report]
+        combined[key] = sum(values) / len(values)
+        if key == "actor/skipped_steps":
+            combined[key] = sum(values)
+        elif key == "actor/loss_scale":
+            combined[key] = values[-1]
+    return combined
 
 
 def throughput_metrics(

@@ -5,6 +5,7 @@ in the denominators), and a batch used for a single optimizer step needs no seco
 old log-probs, since the policy that is updated is the one that sampled.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from megatron_rl.policy.policy import FrozenPolicy, Policy, UpdateResult
 from megatron_rl.trainer.batch import RolloutBatch
 from megatron_rl.trainer.objective import MiniBatchObjective, mini_batch_weights
 from megatron_rl.trainer.rollout_correction import correct
+from megatron_rl.trainer.step_metrics import combine_reports, optimizer_metrics
 from megatron_rl.trainer.timing import Timings
 
 
@@ -105,8 +107,8 @@ def update_policy(
             reports.append(_report(result, objective, computed, factors))
             if on_policy:
                 measured.insert(0, Scored(logprobs=result.values.logprobs, rows=computed))
-    metrics = {key: sum(r[key] for r in reports) / len(reports) for key in reports[0]}
-    metrics |= _mismatch(batch, measured)
+    metrics = combine_reports(reports)
+    metrics |= _mismatch(batch, measured, may_overflow=policy.flow.loss_scale is not None)
     if corrected is not None:
         metrics |= corrected.metrics
     metrics["rollout/skipped_samples_share"] = 1.0 - contributing.float().mean().item()
@@ -165,21 +167,31 @@ def _report(
         "actor/ppo_kl": mean(output.approx_kl_k1),
         "actor/pg_clipfrac": mean(output.clipped_high | output.clipped_low),
         "actor/pg_clipfrac_low": mean(output.clipped_low),
-        "actor/grad_norm": result.grad_norm,
-        "actor/lr": result.lr,
     }
     if objective.ref_logprobs is not None:
         per_token = objective.kl(logprobs, objective.ref_logprobs)
         report["actor/kl_loss"] = float((weights * per_token.masked_fill(~mask, 0.0)).sum())
-    return report
+    if result.skipped:
+        # After an overflow in the forward pass these are not numbers.
+        report = {key: value for key, value in report.items() if math.isfinite(value)}
+    return report | optimizer_metrics(result)
 
 
-def _mismatch(batch: RolloutBatch, measured: list[Scored]) -> dict[str, float]:
-    """Mismatch over every token whose log-prob under the sampling policy is known."""
+def _mismatch(
+    batch: RolloutBatch, measured: list[Scored], *, may_overflow: bool
+) -> dict[str, float]:
+    """Mismatch over every token whose log-prob under the sampling policy is known.
+
+    Where the forward pass may overflow, its tokens are left out; nothing where none is left.
+    """
     logprobs = torch.zeros(batch.shape)
     mask = torch.zeros(batch.shape, dtype=torch.bool)
     for scored in measured:
         rows = scored.rows[:, None] & batch.response_mask
         logprobs = torch.where(rows, scored.logprobs, logprobs)
         mask |= rows
+    if may_overflow:
+        mask &= logprobs.isfinite() & batch.rollout_logprobs.isfinite()
+        if not mask.any():
+            return {}
     return mismatch_metrics(logprobs, batch.rollout_logprobs, mask)
