@@ -61,10 +61,11 @@ class DynamicLossScale:
             self._scaler.update(True)
         self._overflows_at_floor = self._overflows_at_floor + 1 if was_at_floor else 0
         if self._overflows_at_floor >= self._config.max_steps_at_floor:
-            what = "gradients" if loss_is_finite else "the forward pass"
+            what = "the gradients" if loss_is_finite else "the forward pass"
             raise NonFiniteError(
-                f"{what} overflowed FP16 in {self._overflows_at_floor} optimizer steps in a row "
-                f"with the loss scale at its floor of {self.scale:g}"
+                f"{what} exceeded the range of FP16, the last of {self._overflows_at_floor} "
+                f"overflows in a row with the loss scale at its floor of {self.scale:g} "
+                "(precision.flow=bf16 has the range of FP32)"
             )
         return None
 

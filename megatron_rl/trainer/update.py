@@ -148,6 +148,8 @@ def _report(
     correction: torch.Tensor | None,
 ) -> dict[str, float]:
     """Metrics of one optimizer step, over the tokens that it computed."""
+    if not math.isfinite(result.values.loss):
+        return optimizer_metrics(result)  # the forward pass overflowed: nothing else is a number
     logprobs, weights = result.values.logprobs, objective.weights
     mask = (weights != 0) & computed[:, None]
     tokens = max(int(mask.sum()), 1)
@@ -171,9 +173,6 @@ def _report(
     if objective.ref_logprobs is not None:
         per_token = objective.kl(logprobs, objective.ref_logprobs)
         report["actor/kl_loss"] = float((weights * per_token.masked_fill(~mask, 0.0)).sum())
-    if result.skipped:
-        # After an overflow in the forward pass these are not numbers.
-        report = {key: value for key, value in report.items() if math.isfinite(value)}
     return report | optimizer_metrics(result)
 
 

@@ -17,7 +17,13 @@ TP, PP, SP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequ
 def train(tmp_path, model, nproc, flow="fp32", checkpoint=(), **options):
     output = tmp_path / "result.pt"
     env = {"PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
-    arguments = [str(model), str(output), json.dumps(options), flow, *map(str, checkpoint)]
+    arguments = [
+        str(model),
+        str(output),
+        json.dumps(options),
+        json.dumps(flow),
+        *map(str, checkpoint),
+    ]
     run_distributed(SCRIPT, nproc, arguments, timeout_s=240, env=env)
     return torch.load(output, weights_only=True)
 
@@ -104,3 +110,23 @@ def test_a_checkpoint_continues_at_another_layout(
     for name, tensor in one_process["final"].items():
         moved = (tensor - one_process["initial"][name]).norm()
         assert (ours["final"][name] - tensor).norm() <= 1e-3 * moved, name
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_fp16_overflows_and_reshards_like_one_process(tmp_path, model):
+    """The first step overflows; the scale and its trackers go through a checkpoint."""
+    scale = {"initial": 2.0**40, "backoff": 2.0**-30, "growth_interval_steps": 2}
+    flow = {"base": "fp16", "loss_scale": scale}
+    one = train(tmp_path, model, 1, flow=flow)
+    root = tmp_path / "checkpoints"
+    saved = train(tmp_path, model, 2, flow=flow, checkpoint=(root, 0), **{TP: 2})
+    resumed = train(tmp_path, model, 2, flow=flow, checkpoint=(root, 2), **{PP: 2})
+    for steps in (one["steps"], saved["steps"], saved["steps"][:2] + resumed["steps"]):
+        assert [step["skipped"] for step in steps] == [True, False, False]
+        assert [step["loss_scale"] for step in steps] == [1024, 1024, 2048]
+        for step, expected in zip(steps, one["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-2, abs=1e-3)
+            torch.testing.assert_close(step["after"], expected["after"], rtol=0, atol=2e-2)
+        for step, expected in zip(steps[1:], one["steps"][1:], strict=True):
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)

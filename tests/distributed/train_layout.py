@@ -1,7 +1,8 @@
 """Run by test_training_layouts: a few updates at one parallel layout; rank 0 saves what they did.
 
-Arguments: model directory, output file, JSON of PolicyConfig options, flow, and optionally a
-checkpoint root and the first step: step 0 saves there after two steps, another resumes from it.
+Arguments: model directory, output file, JSON of PolicyConfig options, JSON of the flow, and
+optionally a checkpoint root and the first step: step 0 saves there after two steps, another resumes
+from it.
 """
 
 import json
@@ -34,7 +35,7 @@ def main(
     from megatron_rl.policy.policy import Policy
 
     reader = HFReader(Path(model))
-    policy = Policy(model_spec(reader.config), resolve_flow(flow), config, layout)
+    policy = Policy(model_spec(reader.config), resolve_flow(json.loads(flow)), config, layout)
     policy.make_trainable(10, policy.load(reader, list(reader)))
     initial = {name: tensor.clone() for name, tensor in policy.named_tensors()}
     steps = []
@@ -60,6 +61,8 @@ def main(
                 "grad_norm": result.grad_norm,
                 "logprobs": result.values.logprobs,
                 "entropy": result.values.entropy,
+                "skipped": result.skipped,
+                "loss_scale": result.loss_scale,
                 "after": scored.logprobs,
             }
         )

@@ -17,6 +17,7 @@ from megatron_rl.metrics import (
 from megatron_rl.metrics.console_lines import (
     column_header,
     evaluation_line,
+    overflow_line,
     remaining_seconds,
     step_line,
 )
@@ -200,3 +201,12 @@ def test_the_summary_of_an_unfinished_run_shows_what_there_is(tmp_path, steps):
     Console(total_steps=20, file=stream).summary(tmp_path)
     assert ("25.0%" in stream.text()) == bool(steps)
     assert "held-out prompts, evenly" not in stream.text()
+
+
+def test_an_overflow_is_said_below_its_step():
+    metrics = STEP_METRICS | {"actor/loss_scale": 16384.0, "actor/skipped_steps": 0.0}
+    assert overflow_line(7, metrics) is None and overflow_line(7, STEP_METRICS) is None
+    stream = Stream("utf-8")
+    Console(total_steps=9, file=stream).step(7, metrics | {"actor/skipped_steps": 2.0})
+    last = stream.text().splitlines()[-1]
+    assert last == "step 7: overflow, 2 optimizer steps skipped; loss scale 16384"

@@ -84,6 +84,16 @@ def test_everything_is_fp16_but_master_weights_and_gradients(tiny_policy):
     assert masters and all(p.dtype == torch.float32 for p in masters)
 
 
+def test_a_weight_beyond_the_range_of_fp16_is_refused(tiny_policy):
+    from megatron_rl.policy.weights import load_hf_weights
+
+    policy = tiny_policy(flow="fp16")
+    tensors = {name: tensor.float() for name, tensor in policy.named_tensors()}
+    tensors["model.norm.weight"][3] = 7e4
+    with pytest.raises(ValueError, match="model.norm.weight exceeds 65504.*precision.flow=bf16"):
+        load_hf_weights(policy.model, policy.parameters, tensors, list(tensors), policy.layout)
+
+
 def test_megatrons_scaler_is_the_flows(tiny_policy):
     flow = scaled(
         initial=512,
@@ -137,9 +147,9 @@ def test_the_run_ends_after_the_last_overflow_allowed_at_the_floor(tiny_policy):
     assert equal(state(policy)[: len(before)], before[: len(before)])
     assert not update(policy).skipped  # and the count begins anew
     assert update(policy, too_large).skipped
-    with pytest.raises(NonFiniteError, match="gradients overflowed FP16 in 2 .* floor of 1$"):
+    with pytest.raises(NonFiniteError, match="gradients exceeded .* last of 2 .* floor of 1 "):
         update(policy, too_large)
-    with pytest.raises(NonFiniteError, match="the forward pass overflowed"):
+    with pytest.raises(NonFiniteError, match="the forward pass exceeded .* last of 3 overflows"):
         update(policy, not_a_number)
 
 
@@ -171,7 +181,7 @@ def test_a_checkpoint_in_the_middle_of_a_growth_interval(tiny_policy, tmp_path):
         update(unbroken, too_large)
     assert trackers(unbroken)["overflows_at_floor"] == 2
     load_checkpoint(save_checkpoint(tmp_path, 11, unbroken, {}, keep=1), at_floor)
-    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+    with pytest.raises(NonFiniteError, match="the last of 3 overflows in a row"):
         update(at_floor, too_large)
 
 
