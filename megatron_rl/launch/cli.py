@@ -7,10 +7,12 @@ from pathlib import Path
 
 from megatron_rl import __version__
 from megatron_rl.config import ConfigError, dump_config, load_config
+from megatron_rl.launch.contract import check_formats
 from megatron_rl.launch.execute import execute
 from megatron_rl.launch.inference import add_eval_parser, add_generate_parser
+from megatron_rl.launch.precision import add_precision_parser
 from megatron_rl.launch.sft import add_sft_parser
-from megatron_rl.precision import flow_names, flow_of, resolve_flow
+from megatron_rl.precision import flow_of
 
 BAD_INPUT = 2
 
@@ -51,17 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--output", type=Path, help="file of a comparison of several runs")
     report.set_defaults(run=_report)
 
-    precision = commands.add_parser("precision", help="look at precision flows")
-    actions = precision.add_subparsers(required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="print a flow: every role and its format")
-    show.add_argument("flow", nargs="?", default="bf16", help=f"one of {', '.join(flow_names())}")
-    show.set_defaults(run=_precision_show)
+    add_precision_parser(commands)
     return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
-    flow_of(config.precision)
+    check_formats(config)
     if arguments.dry_run:
         print(dump_config(config), end="")
         print(f"# flow: {flow_of(config.precision).short_str()}")
@@ -82,13 +80,6 @@ def _report(arguments: argparse.Namespace) -> int:
         print(build_report(arguments.run_dirs[0]))
     else:
         print(build_comparison(arguments.run_dirs, arguments.output or Path("comparison.html")))
-    return 0
-
-
-def _precision_show(arguments: argparse.Namespace) -> int:
-    flow = resolve_flow(arguments.flow)
-    print(flow.short_str())
-    print(flow.describe())
     return 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.policy.errors import NonFiniteError
+from megatron_rl.trainer.errors import MismatchError
 
 FAILED = 1
 
@@ -24,6 +25,7 @@ def execute(config: Any, choose: Callable[[], Callable[..., Path]]) -> int:
     Raises:
         ValueError: The input is wrong.
     """
+    from megatron_rl.launch.contract import check_partition
     from megatron_rl.launch.environment import export_environment, run_environment
     from megatron_rl.launch.models import resolve_model
     from megatron_rl.launch.quiet import configure_logging, open_console, quiet
@@ -35,9 +37,10 @@ def execute(config: Any, choose: Callable[[], Callable[..., Path]]) -> int:
     try:
         with quiet(log):
             model_path = resolve_model(config.model.path)
+            check_partition(config, model_path)
             run = choose()
         run(config, model_path, quiet, console)
-    except (NonFiniteError, OSError) as error:
+    except (MismatchError, NonFiniteError, OSError) as error:
         print(f"megatron-rl: the run failed: {error}", file=sys.stderr)
         return FAILED
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_rl.config import apply_overrides, dump_config, read_yaml, validate
 from megatron_rl.config.sft import SFTConfig
+from megatron_rl.launch.contract import check_formats
 from megatron_rl.launch.execute import execute
 from megatron_rl.precision import flow_of
 
@@ -22,10 +23,10 @@ def add_sft_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 def _sft(arguments: argparse.Namespace) -> int:
     tree = apply_overrides(read_yaml(arguments.config), arguments.overrides)
     config = validate(tree, SFTConfig)
-    flow = flow_of(config.precision)
+    check_formats(config)
     if arguments.dry_run:
         print(dump_config(config), end="")
-        print(f"# flow: {flow.short_str()}")
+        print(f"# flow: {flow_of(config.precision).short_str()}")
         return 0
     return execute(config, _run_fine_tuning)
 

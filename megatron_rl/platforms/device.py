@@ -33,3 +33,19 @@ def current_platform() -> Platform:
     if torch.cuda.is_available():
         return Platform(name="cuda", backend="nccl")
     return Platform(name="cpu", backend="gloo")
+
+
+def cpu_isa() -> str:
+    """The widest instruction set for products on this processor, as torch sees it.
+
+    ``amx``, ``avx512_bf16``, ``avx512``, ``avx2``, or the name of another architecture.
+    """
+    found = torch.cpu.get_capabilities()
+    names = (
+        ("amx_tile", "amx"),
+        ("avx512_bf16", "avx512_bf16"),
+        ("avx512_f", "avx512"),
+        ("avx2", "avx2"),
+    )
+    architecture = str(found.get("architecture", "unknown"))
+    return next((name for key, name in names if found.get(key)), architecture)

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_rl.config import PolicyConfig
 from megatron_rl.models import ModelSpec
+from megatron_rl.platforms import current_platform
 from megatron_rl.policy.attention import GroupAttention, PackedGroupParams
 from megatron_rl.policy.fp8_linear import (
     BlockScaledColumnParallelLinear,
@@ -143,7 +144,11 @@ def _layer_spec(spec: ModelSpec, flow: PrecisionFlow, plan: LinearPlan, number: 
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     attention.core_attention = ModuleSpec(
-        GroupAttention, params={"rollout_kernel": "attention" in flow.shared_operators}
+        GroupAttention,
+        params={
+            "rollout_kernel": "attention" in flow.shared_operators
+            and current_platform().name == "cpu"
+        },
     )
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm

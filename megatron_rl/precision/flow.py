@@ -200,6 +200,11 @@ class PrecisionFlow:
         """Whether rollout multiplies quantised weights."""
         return not isinstance(self.rollout_weight, str)
 
+    @property
+    def formats_differ(self) -> bool:
+        """Whether rollout's linears compute in other formats than training's forward pass."""
+        return self.rollout_weight != self.linear_weight or self.rollout_input != self.linear_input
+
     def short_str(self) -> str:
         """A one-line summary, such as ``bf16 (compute bf16, logits fp32, master fp32)``."""
         parts = [f"compute {SHORT[self.compute_dtype]}"]
@@ -208,7 +213,7 @@ class PrecisionFlow:
                 f"linears {format_str(self.linear_weight)} x {format_str(self.linear_input)}, "
                 f"gradients {format_str(self.output_gradient)}"
             )
-        if self.rollout_weight != self.linear_weight or self.rollout_input != self.linear_input:
+        if self.formats_differ:
             parts.append(
                 f"ROLLOUT {format_str(self.rollout_weight)} x {format_str(self.rollout_input)}"
             )
@@ -224,7 +229,7 @@ class PrecisionFlow:
     def describe(self) -> str:
         """Every role and its format, one a line."""
         return "\n".join(
-            f"{field.name:22s} {_value_str(getattr(self, field.name))}" for field in fields(self)
+            f"{field.name:22s} {role_str(getattr(self, field.name))}" for field in fields(self)
         )
 
 
@@ -233,7 +238,8 @@ def format_str(value: Format) -> str:
     return SHORT[value] if isinstance(value, str) else value.short_str()
 
 
-def _value_str(value: Any) -> str:
+def role_str(value: Any) -> str:
+    """The value of any role in a few words; ``-`` for none."""
     if value is None:
         return "-"
     if isinstance(value, BlockFormat | MXFormat):

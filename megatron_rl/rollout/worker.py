@@ -65,10 +65,12 @@ class WorkerExtension:
         return describe_model(self.model_runner)
 
     def rl_share_operators(self) -> None:
-        """Aligns the operators that the flow shares with the trainer."""
+        """Aligns the operators that the flow shares with the trainer, where it can: on a CPU."""
+        from vllm.platforms import current_platform
+
         options = self.model_runner.vllm_config.additional_config
         operators = options.get(SHARED_OPERATORS, ())
-        if operators:
+        if operators and current_platform.is_cpu():
             share_operators(self.model_runner, operators)
 
 
