@@ -16,9 +16,7 @@ def expected_platform() -> PlatformName:
     return "cuda" if NVIDIA_DRIVER.exists() else "cpu"
 
 
-def violations_of(
-    config: RunConfig | SFTConfig, plan: LinearPlan | None = None
-) -> list[Violation]:
+def violations_of(config: RunConfig | SFTConfig, plan: LinearPlan | None = None) -> list[Violation]:
     """The contract of a configuration, on this machine's platform."""
     return contract(
         flow_of(config.precision),

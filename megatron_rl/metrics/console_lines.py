@@ -31,7 +31,7 @@ class RunHeader:
     model: str
     """Model, with what helps to recognise it (parameters)."""
     flow: str
-    """Precision flow and its one-line summary."""
+    """Precision flow: its summary, and what it promises; a line each."""
     data: str
     """Training and held-out data."""
     steps: str
@@ -73,7 +73,8 @@ def header_block(header: RunHeader) -> str:
     }
     width = max(len(label) for label in rows)
     lines = [f"megatron-rl  {header.name}"]
-    lines += [f"  {label:<{width}}  {text}" for label, text in rows.items()]
+    below = "\n" + " " * (width + 4)
+    lines += [f"  {label:<{width}}  {text}".replace("\n", below) for label, text in rows.items()]
     return "\n".join(lines)
 
 

@@ -27,6 +27,11 @@ and over the sequences that have a response token, with D = sum of d and n its n
     rollout_corr/token_mult_prob_error        mean of exp |d|; healthy below about 1.05 (NeMo-RL)
     rollout_corr/exact_share                  share of tokens whose two log-probs are equal
 
+and over the tokens of responses with a positive, or a negative, advantage (:func:`signed_means`):
+
+    rollout_corr/logp_diff_mean_pos, _neg     mean of d: a skew between the two grows before the KL
+                                              does (VeXact, arXiv 2605.14220)
+
 Log-ratios are clamped to +-20 inside exp, so one wild token cannot make a metric infinite; d itself
 is not. All arithmetic is in float64. Keys follow verl's, whose dashboards users have.
 
@@ -84,6 +89,29 @@ def mismatch_metrics(
     accumulator = MismatchAccumulator()
     accumulator.add(train_logprobs, rollout_logprobs, mask)
     return accumulator.metrics()
+
+
+def signed_means(
+    train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, advantages: Tensor
+) -> dict[str, float]:
+    """Mean difference of log-probs by the sign of the advantage.
+
+    Args:
+        train_logprobs: [B, S] float, as in `mismatch_metrics`.
+        rollout_logprobs: [B, S] float, likewise.
+        mask: [B, S] bool or 0/1, the tokens to look at.
+        advantages: [B] float, of each sequence.
+
+    Returns:
+        Metric key to value; a sign that no token has is left out.
+    """
+    d_BS = train_logprobs.detach().double() - rollout_logprobs.detach().double()
+    means = {}
+    for name, chosen_B in (("pos", advantages > 0), ("neg", advantages < 0)):
+        d_N = d_BS[mask.bool() & chosen_B[:, None]]
+        if d_N.numel():
+            means[f"rollout_corr/logp_diff_mean_{name}"] = d_N.mean().item()
+    return means
 
 
 class MismatchAccumulator:

@@ -12,6 +12,8 @@ from megatron_rl.precision.flow import Format, PrecisionFlow, format_str
 
 Side = Literal["training forward", "training backward", "rollout"]
 SIDES: tuple[Side, ...] = ("training forward", "training backward", "rollout")
+Row = tuple[str, str, str, str]
+"""Module, operator, operand, format."""
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's fused linear layers; rollout's are the same four."""
 
@@ -33,7 +35,7 @@ def graph(flow: PrecisionFlow) -> dict[Node, str]:
     """Formats by node, in the order of a forward pass; of layers that the flow does not exempt."""
     forward = _forward(flow, flow.linear_weight, flow.linear_input, flow.attention)
     rollout = _forward(flow, flow.rollout_weight, flow.rollout_input, flow.kv_cache)
-    sides: tuple[tuple[Side, list[tuple[str, str, str, str]]], ...] = (
+    sides: tuple[tuple[Side, list[Row]], ...] = (
         ("training forward", forward),
         ("training backward", _backward(flow)),
         ("rollout", rollout),
@@ -45,15 +47,11 @@ def graph(flow: PrecisionFlow) -> dict[Node, str]:
     }
 
 
-def _forward(
-    flow: PrecisionFlow, weight: Format, inputs: Format, keys: Format
-) -> list[tuple[str, str, str, str]]:
-    linears = [
-        (module, "product", operand, format_str(fmt))
-        for module in LINEARS
-        for operand, fmt in (("weight", weight), ("input", inputs))
-    ]
-    between: list[tuple[str, str, str, Format]] = [
+def _forward(flow: PrecisionFlow, weight: Format, inputs: Format, keys: Format) -> list[Row]:
+    rows: list[tuple[str, str, str, Format]] = []
+    for module in LINEARS:
+        rows += [(module, "product", "weight", weight), (module, "product", "input", inputs)]
+    rows += [
         ("embedding", "lookup", "weight", flow.embedding),
         ("norm", "rms norm", "input and output", flow.norm),
         ("norm", "rms norm", "statistics", "float32"),
@@ -65,15 +63,15 @@ def _forward(
         ("lm_head", "product", "weight and input", flow.lm_head),
         ("lm_head", "log-softmax", "logits", flow.logits),
     ]
-    return [*linears, *((*node, format_str(fmt)) for *node, fmt in between)]  # type: ignore[misc]
+    return [(module, operator, operand, format_str(fmt)) for module, operator, operand, fmt in rows]
 
 
-def _backward(flow: PrecisionFlow) -> list[tuple[str, str, str, str]]:
+def _backward(flow: PrecisionFlow) -> list[Row]:
     gradient, weight, inputs = map(
         format_str, (flow.output_gradient, flow.linear_weight, flow.linear_input)
     )
     along = "" if isinstance(flow.linear_input, str) else ", blocks along the tokens"
-    rows = []
+    rows: list[Row] = []
     for module in LINEARS:
         rows += [
             (module, "data gradient", "output gradient", gradient),

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.metrics.evaluations import EvaluationChange, evaluation_changes
+from megatron_rl.metrics.gate import GateFinding, read_findings
 from megatron_rl.metrics.writer import MetricsLine, read_metrics
 
 
@@ -32,6 +33,8 @@ class RunData:
     """``env.json``; empty when it could not be read."""
     lines: tuple[MetricsLine, ...]
     """``metrics.jsonl`` in file order."""
+    gate: tuple[GateFinding, ...] = ()
+    """``gate.jsonl`` in file order."""
     problems: tuple[str, ...]
     """What is missing or damaged, one sentence each."""
 
@@ -127,6 +130,7 @@ def load_run(run_dir: Path) -> RunData:
         config_text=config_text,
         environment=environment,
         lines=lines,
+        gate=tuple(read_findings(run_dir)),
         problems=tuple(problems),
     )
 

@@ -71,6 +71,8 @@ def _report_context(run: RunData, plots: Sequence[Mapping[str, Any]]) -> dict[st
         "status_kind": kind,
         "status": sentence,
         "facts": view.facts_of(run),
+        "warnings": view.warnings_of(run),
+        "gate": run.gate,
         "problems": [*run.problems, *_missing(run, has_pairs=bool(pairs))],
         "hero": hero,
         "cards": cards,

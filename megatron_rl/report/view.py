@@ -82,6 +82,10 @@ def facts_of(run: RunData) -> list[tuple[str, str]]:
     if flow:
         summary = environment.get("flow_summary")
         facts.append(("Precision flow", f"{flow}: {summary}" if summary else str(flow)))
+    if exactness := environment.get("flow_exactness"):
+        facts.append(("Log-probs", str(exactness)))
+    if quantised := environment.get("flow_quantised"):
+        facts.append(("Quantised", str(quantised)))
     sources = {
         "Training data": run.setting("data.train"),
         "Held-out data": run.setting("data.val"),
@@ -97,6 +101,13 @@ def facts_of(run: RunData) -> list[tuple[str, str]]:
     if started := environment.get("started_at"):
         facts.append(("Started", str(started).replace("T", " ", 1)))
     return facts
+
+
+def warnings_of(run: RunData) -> list[str]:
+    """What a reader must know before the results: mismatched formats, and what the gate found."""
+    mismatch = run.environment.get("flow_mismatch")
+    found = [str(mismatch)] if mismatch else []
+    return found + [f"{finding.sentence()}." for finding in run.gate if not finding.is_within]
 
 
 def _mean_change(changes: Sequence[EvaluationChange]) -> tuple[float | None, float | None]:

@@ -1,5 +1,6 @@
 """The training loop: sample, score, update, sync - the whole algorithm on one page."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Protocol
 
 from megatron_rl.config import RunConfig
 from megatron_rl.config.sft import SFTConfig
+from megatron_rl.metrics.gate import GateFinding
 from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.rollout import NonFiniteWeights, RolloutTimeout, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
@@ -14,6 +16,8 @@ from megatron_rl.trainer.audit import require_contained
 from megatron_rl.trainer.batch import RolloutBatch, make_batch
 from megatron_rl.trainer.components import Components, RunParts
 from megatron_rl.trainer.evaluation import Evaluation, evaluate, score_completions
+from megatron_rl.trainer.flow_status import gate_bound, run_exactness
+from megatron_rl.trainer.gate import MismatchGate
 from megatron_rl.trainer.step_metrics import batch_metrics, throughput_metrics
 from megatron_rl.trainer.timing import Timings
 from megatron_rl.trainer.update import update_policy
@@ -29,6 +33,9 @@ class Recorder(Protocol):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records one evaluation."""
+
+    def gate(self, finding: GateFinding) -> None:
+        """Records what the mismatch gate found."""
 
     def save(self, step: int) -> None:
         """Saves a checkpoint of everything that :func:`train` continues from."""
@@ -48,8 +55,10 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
     Raises:
         NonFiniteError: The loss or gradient norm left the finite numbers; names the step.
         TimeoutError: Sampling exceeded its limit; names the step.
+        MismatchError: ``precision.gate=stop`` and the first step is over the bound.
     """
     config = parts.config
+    gate = mismatch_gate(parts, recorder)
     sync(parts, state.step)
     require_contained(parts.policy, parts.engine)
     if state.step == 0 and config.evaluation.at_start:
@@ -69,7 +78,15 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
                 )
             batch = make_batch(prompts, completions, rewards, config.algorithm)
             try:
-                metrics = update_policy(parts.policy, parts.reference, batch, config, timings)
+                metrics = update_policy(
+                    parts.policy,
+                    parts.reference,
+                    batch,
+                    config,
+                    timings,
+                    inspect=functools.partial(gate.inspect, step, batch),
+                    inspect_first=gate.looks_first,
+                )
                 with timings.measure("sync"):
                     sync(parts, step)
             except (NonFiniteError, NonFiniteWeights) as error:
@@ -85,6 +102,18 @@ def train(parts: Components, state: TrainerState, recorder: Recorder) -> None:
             run_evaluation(parts, step, recorder, timings)
         if checkpoint_is_due(config, step):
             recorder.save(step)
+
+
+def mismatch_gate(parts: Components, recorder: Recorder) -> MismatchGate:
+    """The gate of a run; the next step that it inspects is its first."""
+    config, flow, tokenizer = parts.config, parts.inputs.flow, parts.inputs.tokenizer
+    return MismatchGate(
+        mode=config.precision.gate,
+        bound=gate_bound(config, flow),
+        exact=run_exactness(config, flow).claimed,
+        token_text=lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
+        record=recorder.gate,
+    )
 
 
 def evaluation_is_due(config: RunConfig | SFTConfig, step: int) -> bool:

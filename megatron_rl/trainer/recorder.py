@@ -14,6 +14,7 @@ from megatron_rl.metrics import (
     rollouts_path,
     write_rollouts,
 )
+from megatron_rl.metrics.gate import GateFinding, append_finding
 from megatron_rl.policy.checkpoint import save_checkpoint
 from megatron_rl.trainer.batch import RolloutBatch
 from megatron_rl.trainer.components import RunParts
@@ -67,6 +68,14 @@ class RunRecorder:
             for row in rows
         ]
         write_rollouts(rollouts_path(self._run_dir, step), rollouts)
+
+    def gate(self, finding: GateFinding) -> None:
+        """Records what the mismatch gate found, and shows it where it is a warning."""
+        if self._writer is None:
+            return
+        append_finding(self._run_dir, finding)
+        if not finding.is_within:
+            self._console.message(finding.message())
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Records one evaluation."""

@@ -25,6 +25,7 @@ from megatron_rl.policy.checkpoint import (
 )
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.trainer.components import Inputs, RunParts, build_components, load_inputs
+from megatron_rl.trainer.flow_status import FlowStatus, flow_status
 from megatron_rl.trainer.loop import TrainerState, train
 from megatron_rl.trainer.recorder import RunRecorder
 from megatron_rl.trainer.run_directory import prepare_run_directory, run_directory
@@ -98,13 +99,15 @@ def run_stages(
     Raises:
         ValueError: Something about the input is wrong.
         NonFiniteError: The run diverged.
+        MismatchError: Rollout and training differ, and ``precision.gate=stop``.
         OSError: The run directory could not be written.
     """
     run_dir = run_directory(config)
     resume_from = find_resume(config, run_dir)
     inputs = stages.load_inputs(config, model_path)
+    status = flow_status(config, inputs.flow, inputs.spec)
     if os.environ.get("RANK", "0") == "0":
-        prepare_run_directory(run_dir, config, inputs.flow)
+        prepare_run_directory(run_dir, config, status)
     start_step = 0 if resume_from is None else int(read_manifest(resume_from)["step"])
     resume_step = None if resume_from is None else start_step
     with quiet(run_dir / "third_party.log"):
@@ -122,7 +125,8 @@ def run_stages(
         columns=stages.columns,
     )
     if is_writer:
-        console.header(_header(config, inputs, stages.describe_steps(config), run_dir, resume_from))
+        steps = stages.describe_steps(config)
+        console.header(_header(config, inputs, status, steps, run_dir, resume_from))
     with quiet(run_dir / "third_party.log"):
         parts = stages.build_components(config, inputs, layout)
     try:
@@ -188,6 +192,7 @@ def _metrics_before(run_dir: Path, resume_step: int | None) -> dict[str, float]:
 def _header(
     config: RunConfig | SFTConfig,
     inputs: Inputs,
+    status: FlowStatus,
     steps: str,
     run_dir: Path,
     resume_from: Path | None,
@@ -200,7 +205,7 @@ def _header(
         name=config.name,
         model=f"{config.model.path} ({spec.architecture}, {spec.num_layers} layers of "
         f"{spec.hidden_size})",
-        flow=inputs.flow.short_str(),
+        flow=status.header(),
         data=f"{len(inputs.train_prompts)} training and {len(inputs.val_prompts)} held-out prompts",
         steps=steps,
         run_dir=run_dir,

