@@ -113,20 +113,21 @@ def _modules(modules: list[str]) -> str:
 
 def _unsupported(flow: PrecisionFlow, platform: PlatformName) -> list[str]:
     found = []
-    for side, weight, inputs in (
-        ("training", flow.linear_weight, flow.linear_input),
-        ("rollout", flow.rollout_weight, flow.rollout_input),
-    ):
-        operands = format_str(weight), format_str(inputs)
+    training = flow.linear_weight, flow.linear_input
+    rollout = flow.rollout_weight, flow.rollout_input
+    sides = {"training": training, "rollout": rollout}
+    if training == rollout:
+        sides = {"training and rollout": training}
+    for side, (weight, inputs) in sides.items():
+        what = f"{side} would multiply {format_str(weight)} weights by {format_str(inputs)} inputs"
         if isinstance(weight, MXFormat) or isinstance(inputs, MXFormat):
             found.append(
-                f"{side} would multiply {operands[0]} weights with {operands[1]} inputs, and no "
-                "linear layer of this version computes MX formats; use the flow fp8"
+                f"{what}, and no linear layer of this version computes MX formats; use the flow fp8"
             )
         elif isinstance(weight, str) != isinstance(inputs, str):
             found.append(
-                f"{side} would multiply {operands[0]} weights with {operands[1]} inputs, and its "
-                "linear layers quantise both operands or neither; give both a block format"
+                f"{what}, and linear layers quantise both operands or neither; give both a block "
+                "format"
             )
     if flow.trains_quantised and flow.rollout_weight != flow.linear_weight:
         found.append(

@@ -63,9 +63,13 @@ VLLM_AT_THE_TOP = ["megatron_rl/rollout/worker.py", "megatron_rl/rollout/fp8_ker
 WITHOUT_TORCH = [
     "megatron_rl/config/*",
     "megatron_rl/precision/audit.py",
+    "megatron_rl/precision/bounds.py",
+    "megatron_rl/precision/contract.py",
+    "megatron_rl/precision/exactness.py",
     "megatron_rl/precision/flow.py",
     "megatron_rl/precision/flows.py",
     "megatron_rl/precision/formats.py",
+    "megatron_rl/precision/graph.py",
     "megatron_rl/precision/partition.py",
 ]
 
