@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_rl.config import ConfigError, RunConfig, apply_overrides, read_yaml, validate
 from megatron_rl.config.sft import SFTConfig
+from megatron_rl.launch.compare import add_measuring_commands
 from megatron_rl.launch.contract import expected_platform, quantised_layers, violations_of
 from megatron_rl.precision import PrecisionFlow, flow_names, flow_of, resolve_flow
 from megatron_rl.precision.contract import refusal
@@ -35,6 +36,8 @@ def add_precision_parser(commands: "argparse._SubParsersAction[argparse.Argument
     diff.add_argument("first", help="name of a flow, or a recipe (a YAML file)")
     diff.add_argument("second", help="name of a flow, or a recipe (a YAML file)")
     diff.set_defaults(run=_diff)
+
+    add_measuring_commands(actions)
 
 
 def _show(arguments: argparse.Namespace) -> int:
