@@ -5,6 +5,7 @@ import resource
 
 import pytest
 
+from megatron_rl.metrics.gate import read_findings
 from support.tiny_run import megatron_rl, metrics_of, refusal, train, write_recipe
 
 
@@ -84,6 +85,39 @@ def test_divergence_ends_the_run_and_keeps_what_was_written(recipe):
     assert "policy.optimizer.lr" in result.stderr
     run = recipe.parent / "runs" / "diverges"
     assert not list(run.glob("checkpoints/*")) and not (run / "hf").exists()
+
+
+@pytest.mark.slow
+def test_the_gate_stops_a_run_and_nothing_is_trained(recipe):
+    result = megatron_rl(
+        *("train", "--config", str(recipe), "name=gate", "precision.gate=stop"),
+        *("precision.exact=false", "precision.gate_bound=0", "evaluation.at_start=false"),
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and "over the bound of 0; nothing was trained" in lines[0], lines
+    assert result.stdout.count(": token ") == 5
+    run = recipe.parent / "runs" / "gate"
+    (finding,) = read_findings(run)
+    assert not finding.is_within and finding.mean > 0
+    assert (run / "metrics.jsonl").read_text() == "" and not (run / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_an_allowed_mismatch_is_in_every_header(recipe, tmp_path, tiny_model_dir):
+    model = tiny_model_dir("llama", hidden_size=256, head_dim=128, ffn_hidden_size=384)
+    result = megatron_rl(
+        *("train", "--config", str(recipe), "name=mismatched", f"model.path={model}"),
+        *("precision.flow=fp8_rollout", "precision.allow_mismatch=true", "trainer.total_steps=1"),
+        *("trainer.save_final_checkpoint=false", "trainer.export_hf=false", "logging.report=true"),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    run = recipe.parent / "runs" / "mismatched"
+    assert "MISMATCHED: the weight of the linear layers" in result.stdout
+    for name in ("env.json", "report.html"):
+        assert "MISMATCHED: the weight of the linear layers" in (run / name).read_text()
+    (finding,) = read_findings(run)
+    assert finding.is_within and 0 < finding.mean < finding.bound == 0.3
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_written(recipe):

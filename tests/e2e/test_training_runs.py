@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from checkpoints_tools.hf import HFReader
+from megatron_rl.metrics.gate import read_findings
 from support.tiny_run import metrics_of, train, write_recipe
 
 REQUIRED_KEYS = """
@@ -13,7 +14,8 @@ critic/rewards/mean response_length/mean response_length/clip_ratio actor/entrop
 actor/grad_norm actor/lr actor/pg_clipfrac timing_s/gen timing_s/reward timing_s/update_actor
 timing_s/sync timing_s/step perf/rollout_tokens_per_s perf/update_tokens_per_s
 training/rollout_probs_diff_mean training/rollout_probs_diff_max rollout_corr/kl
-rollout_corr/k3_kl rollout_corr/logp_diff_abs_mean rollout/zero_spread_groups
+rollout_corr/k3_kl rollout_corr/logp_diff_abs_mean actor/pg_clipfrac_pos actor/pg_clipfrac_neg
+rollout/zero_spread_groups
 rollout/singleton_groups rollout/reward_failures rollout/skipped_samples_share
 """.split()
 
@@ -50,10 +52,18 @@ def test_a_run_writes_what_it_promises(unbroken):
     assert latest.read_text() == "4\n"
     assert (unbroken / "rollouts" / "step_000004.jsonl").is_file()
     assert (unbroken / "rollouts" / "eval_000000.jsonl").is_file()
+    environment = json.loads((unbroken / "env.json").read_text())
+    exact = environment["flow_exactness"].startswith("exactly on-policy")
+    (finding,) = read_findings(unbroken)
+    assert finding.step == 1 and finding.is_within
+    assert not exact or finding.mean == finding.bound == 0
 
 
 def test_a_repeated_run_equals_itself(recipe, unbroken):
-    again = train(recipe, "name=again", "trainer.save_final_checkpoint=false")
+    # The gate's look before the first update changes no bit of what follows.
+    again = train(
+        recipe, "name=again", "trainer.save_final_checkpoint=false", "precision.gate=stop"
+    )
     assert metrics_of(again) == metrics_of(unbroken)
     assert weights_equal(again / "hf", unbroken / "hf")
 
@@ -69,6 +79,7 @@ def test_a_resumed_run_equals_an_unbroken_one(recipe, unbroken):
     first = {k: v for k, v in first.items() if not (k[0] == 2 and k[1].startswith("val-core"))}
     assert first == second
     assert weights_equal(broken / "hf", unbroken / "hf")
+    assert [finding.step for finding in read_findings(broken)] == [1, 3]
 
 
 def test_a_random_model_learns(recipe):

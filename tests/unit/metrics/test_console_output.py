@@ -17,6 +17,7 @@ from megatron_rl.metrics import (
 from megatron_rl.metrics.console_lines import (
     column_header,
     evaluation_line,
+    header_block,
     overflow_line,
     remaining_seconds,
     step_line,
@@ -210,3 +211,12 @@ def test_an_overflow_is_said_below_its_step():
     Console(total_steps=9, file=stream).step(7, metrics | {"actor/skipped_steps": 2.0})
     last = stream.text().splitlines()[-1]
     assert last == "step 7: overflow, 2 optimizer steps skipped; loss scale 16384"
+
+
+def test_further_lines_of_the_flow_stand_below_the_first(tmp_path):
+    header = RunHeader(
+        name="n", model="m", flow="bf16\nexact", data="d", steps="s", run_dir=tmp_path
+    )
+    lines = header_block(header).splitlines()
+    row = next(i for i, line in enumerate(lines) if "bf16" in line)
+    assert lines[row + 1] == " " * lines[row].index("bf16") + "exact"

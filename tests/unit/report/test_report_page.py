@@ -18,6 +18,7 @@ from megatron_rl.metrics import (
     read_rollouts,
     rollouts_path,
 )
+from megatron_rl.metrics.gate import GateFinding, TokenDifference, append_finding
 from megatron_rl.report import build_comparison, build_report
 from megatron_rl.report.load import load_run
 
@@ -170,6 +171,33 @@ def test_the_mismatch_of_a_run_is_shown(reported_run):
     words = Page((run_dir / "report.html").read_text()).words
     assert f"{sum(means) / len(means):.5f} nats" in words
     assert "computed twice" in words
+
+
+def test_a_mismatched_run_and_what_the_gate_found_are_on_the_page(fabricate_run):
+    run = fabricate_run(steps=2, evaluations=False)
+    environment = json.loads((run / "env.json").read_text())
+    environment["flow_mismatch"] = "MISMATCHED: the weight is e4m3 in rollout"
+    environment["flow_exactness"] = "not claimed: rollout computes otherwise"
+    (run / "env.json").write_text(json.dumps(environment))
+    token = TokenDifference(
+        step=1,
+        prompt_index=2,
+        sample_index=3,
+        position=4,
+        token_id=5,
+        text="<b>",
+        train_logprob=-1.5,
+        rollout_logprob=-1.0,
+    )
+    finding = GateFinding(
+        step=1, is_first=True, mean=0.5, max=0.5, bound=0.1, is_within=False, worst=(token,)
+    )
+    append_finding(run, finding)
+    text = " ".join(page_of(run).text)
+    assert "Rollout and training differ." in text and "MISMATCHED: the weight" in text
+    assert "not claimed: rollout computes otherwise" in text
+    assert text.count("mean |dlogp| 0.500") == 2  # in the notice, and beside the mismatch
+    assert "prompt 2, sample 3, position 4: token 5 '<b>' has log-prob -1 in rollout" in text
 
 
 def test_answers_are_counted_by_what_became_of_them(finished_run, words):

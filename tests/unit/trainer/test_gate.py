@@ -10,6 +10,7 @@ from megatron_rl.config import AlgorithmConfig, validate
 from megatron_rl.data.types import PromptRow, TokenizedPrompt
 from megatron_rl.metrics.gate import append_finding, read_findings
 from megatron_rl.metrics.mismatch import mismatch_metrics, signed_means
+from megatron_rl.precision import resolve_flow
 from megatron_rl.rewards.interface import RewardResult
 from megatron_rl.rollout import Completion
 from megatron_rl.trainer.batch import make_batch
@@ -50,6 +51,7 @@ class StandIn:
 
     def __init__(self, batch, shift):
         self.batch, self.shift, self.updates, self.scored = batch, shift, 0, []
+        self.flow = resolve_flow("bf16")
 
     def _values(self, groups, shape):
         from megatron_rl.policy.execution import TokenValues
