@@ -25,7 +25,7 @@ class OptimizerConfig(ConfigSection):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear warm-up: step ``k`` of ``n`` uses ``k/n`` of ``lr``."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule after the warm-up."""
     lr_decay_steps: int | None = Field(default=None, gt=0)
@@ -51,6 +51,11 @@ class PolicyConfig(ConfigSection):
     """Pipeline stages (PP)."""
     sequence_parallel: bool = False
     """Split norms and residual stream over TP ranks along the tokens (SP); needs TP > 1."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass already runs; needs
+    ``overlap_grad_reduce``."""
     micro_batch_tokens: int = Field(default=8192, gt=0)
     """Most tokens in one forward/backward; a longer single prompt group still runs alone."""
     share_prompt_prefix: bool = True
@@ -60,6 +65,14 @@ class PolicyConfig(ConfigSection):
     optimizer: OptimizerConfig = OptimizerConfig()
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Megatron ``TransformerConfig`` options, by Megatron's own names."""
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> "PolicyConfig":
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise ValueError(
+                "policy.overlap_param_gather=true needs policy.overlap_grad_reduce=true; set both"
+            )
+        return self
 
 
 class EvaluationConfig(ConfigSection):
@@ -93,6 +106,8 @@ class TrainerConfig(ConfigSection):
     collective_timeout_s: float = Field(default=2400.0, gt=0)
     """Time limit of one collective between ranks: longer than ``rollout.timeout_s``, for which the
     other ranks may wait, short enough that a dead peer ends the run."""
+    async_save: bool = False
+    """Write checkpoints in the background while training goes on; one at a time."""
     save_final_checkpoint: bool = True
     """Save a resumable checkpoint after the last step."""
     export_hf: bool = True

@@ -10,7 +10,7 @@ all parameters share one ``step`` tensor, which would then count once a paramete
 schedule: a load adds the saved steps to those already taken.
 """
 
-import json
+import copy
 import logging
 import random
 import shutil
@@ -25,35 +25,31 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.models import ModelSpec
+from megatron_rl.policy import checkpoint_files
+from megatron_rl.policy.checkpoint_files import (
+    CheckpointError,
+    checkpoint_path,
+    complete_steps,
+    read_manifest,
+    staging_path,
+)
 from megatron_rl.policy.optimizer import initialize_state, torch_optimizers
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.policy.policy import Policy
 
+__all__ = [
+    "CheckpointError",
+    "checkpoint_path",
+    "complete_steps",
+    "load_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+]
+
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
-LATEST = "latest_checkpointed_iteration.txt"
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 """The only layout of optimizer state that loads at another TP, PP or DP."""
-
-
-class CheckpointError(OSError):
-    """A checkpoint could not be written."""
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return root / f"global_step_{step}"
-
-
-def complete_steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints under ``root``, ascending."""
-    names = [
-        path.parent.name.removeprefix("global_step_")
-        for path in root.glob(f"global_step_*/{MANIFEST}")
-    ]
-    # A user's copy, such as global_step_20.best, is left alone.
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def save_checkpoint(
@@ -71,68 +67,63 @@ def save_checkpoint(
     Raises:
         CheckpointError: It could not be written; older checkpoints are untouched.
     """
-    directory = checkpoint_path(root, step)
+    directory = begin_save(root, step, policy)
+    try:
+        save_state(policy, directory)
+    except (Exception, CheckpointException) as error:
+        raise save_failed(root, step, error) from error
+    dist.barrier()
     if policy.layout.rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+        checkpoint_files.publish(root, step, describe(step, policy, trainer_state), keep=keep)
+    dist.barrier()
+    return checkpoint_path(root, step)
+
+
+def begin_save(root: Path, step: int, policy: Policy) -> Path:
+    """Makes the directory that every rank then saves into."""
+    if policy.layout.rank == 0:
+        checkpoint_files.prepare_staging(root, step)
     dist.barrier()
     _install_adaptor()
-    try:
-        dist_checkpointing.save(
-            _state(policy, is_loading=False), str(directory), content_metadata=dict(METADATA)
-        )
-    except (Exception, CheckpointException) as error:
-        # torch's CheckpointException is no Exception. The writers are processes of their own, so
-        # a full disk arrives here in many shapes, some with tracebacks of theirs.
-        if policy.layout.rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {directory}: "
-            f"{_last_line(error)}; earlier "
-            "checkpoints are untouched. Make room, then start the same command again, which "
-            "continues from the last complete one"
-        ) from error
-    dist.barrier()
-    if policy.layout.rank == 0:
-        manifest = {
+    return staging_path(root, step)
+
+
+def save_state(policy: Policy, directory: Path, *, in_background: bool = False) -> Any:
+    """Saves the policy's state, or returns Megatron's request to do so in the background."""
+    return dist_checkpointing.save(
+        _state(policy, is_loading=False),
+        str(directory),
+        async_sharded_save=in_background,
+        content_metadata=dict(METADATA),
+    )
+
+
+def save_failed(root: Path, step: int, error: BaseException) -> CheckpointError:
+    """Removes what a failed save wrote, and says what to do.
+
+    torch's CheckpointException is no Exception, and the writers are processes of their own, so a
+    full disk arrives in many shapes, some with tracebacks of theirs.
+    """
+    if dist.get_rank() == 0:
+        shutil.rmtree(staging_path(root, step), ignore_errors=True)
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written to {checkpoint_path(root, step)}: "
+        f"{_last_line(error)}; earlier checkpoints are untouched. Make room, then start the same "
+        "command again, which continues from the last complete one"
+    )
+
+
+def describe(step: int, policy: Policy, trainer_state: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a checkpoint, but for its files; a copy that later steps do not change."""
+    return copy.deepcopy(
+        {
             "step": step,
             "flow": policy.flow.name,
             "model": _model_identity(policy.spec),
             "layout": _layout(policy.layout),
             "trainer": trainer_state,
-            "files": {p.name: p.stat().st_size for p in sorted(directory.iterdir())},
         }
-        _write_json(directory / MANIFEST, manifest)
-        _write_text(root / LATEST, f"{step}\n")
-        # The new one stays even where a run that went back to an older checkpoint left later ones.
-        others = [other for other in complete_steps(root) if other != step]
-        for old in others[: max(0, len(others) + 1 - keep)]:
-            # Without its manifest a half-deleted checkpoint is not mistaken for a complete one.
-            (checkpoint_path(root, old) / MANIFEST).unlink()
-            shutil.rmtree(checkpoint_path(root, old))
-    dist.barrier()
-    return directory
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Reads and checks a checkpoint's manifest.
-
-    Raises:
-        ValueError: The directory is no complete checkpoint, or a file of it is missing or cut.
-    """
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{directory} is no complete checkpoint: it has no {MANIFEST}")
-    manifest: dict[str, Any] = json.loads(path.read_text())
-    for name, size in manifest["files"].items():
-        file = directory / name
-        actual = file.stat().st_size if file.is_file() else None
-        if actual != size:
-            raise ValueError(
-                f"checkpoint file {file} has {actual or 0} bytes instead of {size}; "
-                "resume from an older checkpoint with trainer.resume_mode=path"
-            )
-    return manifest
+    )
 
 
 def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
@@ -154,6 +145,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
                 f"checkpoint {directory} is of {what} {saved!r}, and this run is of {ours!r}; use "
                 "another run name, or the configuration that the checkpoint was made with"
             )
+    policy.gather_parameters()  # nothing may still be on its way into what is loaded
     same_layout = manifest["layout"] == _layout(policy.layout)
     _install_adaptor()
     initialize_state(policy.optimizer)
@@ -180,6 +172,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
 
 
 def _state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
+    policy.gather_parameters()
     model = policy.model.sharded_state_dict(metadata=METADATA)
     state = {
         "model": model,
@@ -242,14 +235,3 @@ def _install_adaptor() -> None:
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Writes a small file whole: beside its place, then renamed."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)

@@ -7,6 +7,7 @@ logits.
 
 import dataclasses
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -204,6 +205,8 @@ class PolicyModel(GPTModel):
         )
         self.spec = spec
         self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self.before_head: Callable[[torch.nn.Parameter], None] | None = None
+        """Called with the output weight before the head reads it, since no module's forward does."""
 
     def forward(
         self,
@@ -265,5 +268,7 @@ class PolicyModel(GPTModel):
             weight = self.shared_embedding_or_output_weight()
         else:
             weight = self.output_layer.weight
+        if self.before_head is not None:
+            self.before_head(weight)
         group = parallel_state.get_tensor_model_parallel_group()
         return weight, vocab_shard(self.spec.vocab_size, weight.shape[0], group)

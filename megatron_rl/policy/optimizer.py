@@ -30,6 +30,7 @@ def build_optimizer(
             adam_eps=config.epsilon,
             clip_grad=config.clip_grad,
             use_distributed_optimizer=True,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
             **megatron_precision(flow),
             **megatron_loss_scale(flow),
         ),
@@ -64,6 +65,10 @@ def initialize_state(optimizer: Any) -> None:
 def build_scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Any:
     """Linear warm-up, then constant, linear or cosine decay, in optimizer steps.
 
+    Step ``k`` of an ``n``-step warm-up uses ``k/n`` of the peak, and the decay starts at step ``n``.
+    Megatron's own warm-up starts at its initial rate, which is usually 0: a first step that moves
+    nothing. Starting at ``1/n`` and warming up over one step less is the same line without it.
+
     Raises:
         ValueError: The warm-up is as long as the decay.
     """
@@ -75,10 +80,10 @@ def build_scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -
         )
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=config.lr / max(config.lr_warmup_steps, 1),
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_steps,
+        lr_warmup_steps=max(config.lr_warmup_steps - 1, 0),
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,

@@ -173,9 +173,16 @@ class Policy(FrozenPolicy):
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=self.flow.gradient_reduction == "float32",
                 use_distributed_optimizer=True,
+                overlap_grad_reduce=self.config.overlap_grad_reduce,
+                overlap_param_gather=self.config.overlap_param_gather,
             ),
             self.wrapped,
         )
+        if self.config.overlap_grad_reduce:
+            # Only the last micro-batch's backward starts the reduction.
+            self.megatron_config.no_sync_func = self.ddp.no_sync
+        if self.config.overlap_param_gather:
+            self.model.before_head = self._wait_for_parameter
         self.optimizer = build_optimizer([self.ddp], self.config.optimizer, self.flow)
         if unrounded:
             self.optimizer.reload_model_params(state_dict=dict(unrounded))
@@ -236,6 +243,27 @@ class Policy(FrozenPolicy):
             skipped=grad_norm is None,
             loss_scale=None if self.loss_scale is None else self.loss_scale.scale,
         )
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As :meth:`FrozenPolicy.named_tensors`; a collective over the data-parallel ranks too."""
+        self.gather_parameters()
+        return super().named_tensors()
+
+    def gather_parameters(self) -> None:
+        """Completes the parameters after a step, before anything but the model reads them.
+
+        With ``overlap_param_gather`` a step leaves each rank with its own updated part, and the
+        rest stale until the next forward pass asks for it. A collective over data-parallel ranks.
+        """
+        if not self.config.overlap_param_gather or not hasattr(self, "ddp"):
+            return
+        for group in self.ddp.bucket_groups + self.ddp.expert_parallel_bucket_groups:
+            if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                group.start_param_sync(force_sync=True)
+
+    def _wait_for_parameter(self, parameter: torch.nn.Parameter) -> None:
+        """Does what DDP's forward pre-hook does for modules, for a parameter read outside one."""
+        self.ddp.param_to_bucket_group[parameter].finish_param_sync()
 
     @property
     def current_lr(self) -> float:

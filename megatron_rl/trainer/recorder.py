@@ -16,6 +16,7 @@ from megatron_rl.metrics import (
 )
 from megatron_rl.metrics.gate import GateFinding, append_finding
 from megatron_rl.policy.checkpoint import save_checkpoint
+from megatron_rl.policy.checkpoint_async import BackgroundSaver
 from megatron_rl.trainer.batch import RolloutBatch
 from megatron_rl.trainer.components import RunParts
 from megatron_rl.trainer.evaluation import Evaluation, rollout_record
@@ -36,9 +37,12 @@ class RunRecorder:
         self._run_dir = run_dir
         self._writer = writer
         self._console = console
+        self._saver = BackgroundSaver() if parts.config.trainer.async_save else None
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records a training step that has no rollouts."""
+        if self._saver is not None:
+            self._saver.poll()
         if self._writer is None:
             return
         self._writer.log(step, metrics)
@@ -86,19 +90,34 @@ class RunRecorder:
         write_rollouts(evaluation_path(self._run_dir, step), evaluation.rollouts)
 
     def save(self, step: int) -> None:
-        """Saves a resumable checkpoint."""
+        """Saves a resumable checkpoint, or starts to with ``trainer.async_save``.
+
+        Raises:
+            OSError: This checkpoint, or one begun before, could not be written.
+        """
+        self.finish()
         parts = self._parts
         root = self._run_dir / "checkpoints"
         root.mkdir(parents=True, exist_ok=True)
         parameters = sum(p.numel() for p in parts.policy.model.parameters())
         check_free_space(root, parameters * BYTES_PER_PARAMETER, "a checkpoint")
-        save_checkpoint(
+        save = save_checkpoint if self._saver is None else self._saver.start
+        save(
             root,
             step,
             parts.policy,
             {"step": step, "loader": parts.loader.state_dict()},
             keep=parts.config.trainer.keep_checkpoints,
         )
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is written in the background, if there is one.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._saver is not None:
+            self._saver.finish()
 
     def export(self) -> Path | None:
         """Writes the policy as a Hugging Face directory."""

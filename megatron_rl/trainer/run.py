@@ -17,12 +17,9 @@ from megatron_rl.config.sft import SFTConfig
 from megatron_rl.metrics import Console, MetricsWriter, RunHeader, read_metrics, start_rollouts
 from megatron_rl.metrics.console_lines import COLUMNS, SFT_COLUMNS, Column
 from megatron_rl.policy import parallel
-from megatron_rl.policy.checkpoint import (
-    checkpoint_path,
-    complete_steps,
-    load_checkpoint,
-    read_manifest,
-)
+from megatron_rl.policy.checkpoint import load_checkpoint
+from megatron_rl.policy.checkpoint_files import checkpoint_path, newest_step, read_manifest
+from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.trainer.components import Inputs, RunParts, build_components, load_inputs
 from megatron_rl.trainer.flow_status import FlowStatus, flow_status
@@ -137,7 +134,13 @@ def run_stages(
             state.step = int(trainer["step"])
         recorder = RunRecorder(parts, run_dir, writer, console)
         with quiet(run_dir / "third_party.log"):
-            stages.train(parts, state, recorder)
+            try:
+                stages.train(parts, state, recorder)
+            except NonFiniteError:
+                # It reaches every rank alike, so they can still complete a save in flight.
+                recorder.finish()
+                raise
+            recorder.finish()
             if config.trainer.export_hf:
                 recorder.export()
         report = None
@@ -166,8 +169,8 @@ def find_resume(config: RunConfig | SFTConfig, run_dir: Path) -> Path | None:
         read_manifest(directory)
         return directory
     root = run_dir / "checkpoints"
-    steps = complete_steps(root)
-    if not steps:
+    step = newest_step(root)
+    if step is None:
         return None
     if trainer.resume_mode == "disable":
         raise ValueError(
@@ -175,7 +178,7 @@ def find_resume(config: RunConfig | SFTConfig, run_dir: Path) -> Path | None:
             "write over them; choose another name, delete the directory, or set "
             "trainer.resume_mode=auto"
         )
-    return checkpoint_path(root, steps[-1])
+    return checkpoint_path(root, step)
 
 
 def _metrics_before(run_dir: Path, resume_step: int | None) -> dict[str, float]:

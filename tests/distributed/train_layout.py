@@ -5,6 +5,7 @@ optionally a checkpoint root and the first step: step 0 saves there after two st
 from it.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -28,23 +29,28 @@ def main(
     torch.set_num_threads(1)
     chosen = json.loads(options)
     clip_grad = chosen.pop("clip_grad", 1.0)
+    bucket_size = chosen.pop("bucket_size", None)
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=clip_grad)
     config = PolicyConfig(optimizer=optimizer, micro_batch_tokens=24, **chosen)
     layout = initialize(config, seed=0)
     from megatron_rl.policy.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
+    from megatron_rl.policy import policy as policy_module
     from megatron_rl.policy.policy import Policy
 
+    # Megatron's own bucket is larger than the model, which would leave nothing to overlap.
+    policy_module.DistributedDataParallelConfig = functools.partial(
+        policy_module.DistributedDataParallelConfig, bucket_size=bucket_size
+    )
     reader = HFReader(Path(model))
     policy = Policy(model_spec(reader.config), resolve_flow(json.loads(flow)), config, layout)
     policy.make_trainable(10, policy.load(reader, list(reader)))
     initial = {name: tensor.clone() for name, tensor in policy.named_tensors()}
-    steps = []
+    steps, streamed = [], []
     if int(first):
         state = load_checkpoint(checkpoint_path(Path(root), int(first)), policy)
         assert state == {"step": int(first)}
+        streamed.append({name: tensor.clone() for name, tensor in policy.named_tensors()})
     for step in range(int(first), 3):
-        if root and step == 2 and not int(first):
-            save_checkpoint(Path(root), step, policy, {"step": step}, keep=1)
         groups = random_groups(step, sizes=SIZES)
         shape = shape_of(groups)
         weights = torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape)
@@ -54,6 +60,11 @@ def main(
             return (w * (logprobs + 0.3 * entropy)).sum() / weights.numel()
 
         result = policy.update(groups, shape, objective, temperature=0.8)
+        # Nothing has read the updated weights yet: a save and an export must not see stale ones.
+        if root and step == 1:
+            save_checkpoint(Path(root), step + 1, policy, {"step": step + 1}, keep=1)
+        elif step == 1:
+            streamed.append({name: tensor.clone() for name, tensor in policy.named_tensors()})
         scored = policy.score(groups, shape, temperature=0.8)
         steps.append(
             {
@@ -70,11 +81,13 @@ def main(
     # A collective result is the same on every rank.
     digest = [None] * layout.world_size
     dist.all_gather_object(
-        digest, [s["loss"] for s in steps] + [float(t.sum()) for t in final.values()]
+        digest, [s["loss"] for s in steps]
+        + [float(t.sum()) for tensors in (final, *streamed) for t in tensors.values()],
     )
     assert all(d == digest[0] for d in digest), "ranks disagree"
     if layout.rank == 0:
-        torch.save({"initial": initial, "steps": steps, "final": final}, output)
+        result = {"initial": initial, "steps": steps, "streamed": streamed, "final": final}
+        torch.save(result, output)
     shutdown()
 
 

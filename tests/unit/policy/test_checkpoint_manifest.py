@@ -64,15 +64,16 @@ def test_nothing_is_written_after_the_manifest_but_the_pointer(
     checkpoint, policy, tmp_path, fast_save, monkeypatch
 ):
     seen = []
-    write = checkpoint._write_text
+    write = checkpoint.checkpoint_files._write_text
 
     def recording(path, text):
         seen.append((path.name, checkpoint.complete_steps(tmp_path)))
         write(path, text)
 
-    monkeypatch.setattr(checkpoint, "_write_text", recording)
+    monkeypatch.setattr(checkpoint.checkpoint_files, "_write_text", recording)
     directory = checkpoint.save_checkpoint(tmp_path, 4, policy, {}, keep=1)
-    assert seen == [("manifest.json", []), ("latest_checkpointed_iteration.txt", [4])]
+    assert seen == [("manifest.json", []), ("latest_checkpointed_iteration.txt", [])]
+    assert checkpoint.complete_steps(tmp_path) == [4]
     assert {p.name for p in directory.iterdir()} == {"data.distcp", "manifest.json"}
 
 
@@ -80,15 +81,71 @@ def test_a_save_that_dies_before_its_manifest_never_counts_and_can_be_repeated(
     checkpoint, policy, tmp_path, fast_save, monkeypatch
 ):
     with monkeypatch.context() as context:
-        context.setattr(checkpoint, "_write_json", lambda *_: (_ for _ in ()).throw(KeyError()))
+        context.setattr(
+            checkpoint.checkpoint_files, "_write_text", lambda *_: (_ for _ in ()).throw(KeyError())
+        )
         with pytest.raises(KeyError):
             checkpoint.save_checkpoint(tmp_path, 1, policy, {}, keep=1)
-    directory = checkpoint.checkpoint_path(tmp_path, 1)
+    directory = checkpoint.checkpoint_files.staging_path(tmp_path, 1)
     assert directory.is_dir() and checkpoint.complete_steps(tmp_path) == []
     with pytest.raises(ValueError, match=r"no complete checkpoint: it has no manifest\.json"):
         checkpoint.load_checkpoint(directory, policy)
     checkpoint.save_checkpoint(tmp_path, 1, policy, {}, keep=1)
-    assert checkpoint.complete_steps(tmp_path) == [1]
+    assert checkpoint.complete_steps(tmp_path) == [1] and not directory.exists()
+
+
+def test_a_step_saved_again_keeps_its_old_checkpoint_until_the_new_one_is_complete(
+    checkpoint, policy, tmp_path, fast_save, monkeypatch
+):
+    """Whatever operation a save dies at, the step has a complete checkpoint afterwards."""
+    files, root = checkpoint.checkpoint_files, tmp_path
+    checkpoint.save_checkpoint(root, 5, policy, {"version": 0}, keep=1)
+
+    def version():
+        assert files.newest_step(root) == 5
+        directory = checkpoint.checkpoint_path(root, 5)
+        return files.read_manifest(directory)["trainer"]["version"]
+
+    real = {"rename": Path.rename, "replace": Path.replace}
+    for allowed in range(5):
+        done = []
+
+        def dying(name, done=done, allowed=allowed):
+            def operation(self, target):
+                if len(done) == allowed:
+                    raise KeyboardInterrupt
+                done.append(name)
+                return real[name](self, target)
+
+            return operation
+
+        with monkeypatch.context() as context:
+            for name in real:
+                context.setattr(Path, name, dying(name))
+            try:
+                checkpoint.save_checkpoint(root, 5, policy, {"version": 1}, keep=1)
+            except KeyboardInterrupt:
+                assert allowed < 4
+            else:
+                assert done == ["replace", "replace", "rename", "rename"]
+        # The manifest is the first operation: from then on the new one is found.
+        assert version() == (1 if allowed else 0)
+    checkpoint.save_checkpoint(root, 5, policy, {"version": 2}, keep=1)
+    assert version() == 2 and {p.name for p in root.glob("global*")} == {"global_step_5"}
+
+
+def test_a_run_continues_from_what_was_saved_last(checkpoint, policy, tmp_path, fast_save):
+    newest = checkpoint.checkpoint_files.newest_step
+    assert newest(tmp_path) is None
+    for number in (6, 9, 3):
+        checkpoint.save_checkpoint(tmp_path, number, policy, {}, keep=9)
+        assert newest(tmp_path) == number
+    shutil.rmtree(checkpoint.checkpoint_path(tmp_path, 3))
+    assert newest(tmp_path) == 9
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert newest(tmp_path) == 9
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert newest(tmp_path) == 9
 
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "missing"])

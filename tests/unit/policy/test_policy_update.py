@@ -116,9 +116,19 @@ def test_the_schedule_moves_once_a_step(tiny_policy):
     rates = [
         policy.update(groups, shape, objective_for(shape)[0], temperature=1.0).lr for _ in range(5)
     ]
-    assert rates[0] == pytest.approx(0) and rates[1] == pytest.approx(5e-4)
-    assert rates[2] == pytest.approx(1e-3) and rates[3] == pytest.approx(1e-3 - 9e-4 / 8)
-    assert rates[4] == pytest.approx(1e-3 - 2 * 9e-4 / 8)
+    # Of ten steps the warm-up takes two, and the decay reaches its end after the last.
+    assert rates == pytest.approx([5e-4, 1e-3, *(1e-3 - k * 9e-4 / 9 for k in (1, 2, 3))])
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_every_step_of_the_warm_up_moves(tiny_policy, warmup):
+    policy = tiny_policy(optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=warmup))
+    rates = []
+    for _ in range(6):
+        rates.append(policy.current_lr)
+        policy.scheduler.step(increment=1)
+    expected = [min(1.0, k / warmup) if warmup else 1.0 for k in range(1, 7)]
+    assert rates == pytest.approx([1e-3 * share for share in expected])
 
 
 def test_a_non_finite_loss_leaves_the_weights_alone(tiny_policy):
@@ -152,14 +162,27 @@ def test_bad_megatron_options_are_refused(tiny_policy):
     assert policy.megatron_config.recompute_granularity == "full"
 
 
-def test_full_recompute_changes_nothing(tiny_policy):
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "mlp", "layernorm"],
+        },
+    ],
+    ids=["full", "core_attn", "mlp", "layernorm", "all"],
+)
+def test_recompute_changes_nothing(tiny_policy, recompute):
     groups = random_groups()
-    _, expected = run(tiny_policy(), groups)
-    recompute = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-    _, ours = run(tiny_policy(megatron=recompute), groups)
+    _, expected = run(tiny_policy("qwen3"), groups)
+    _, ours = run(tiny_policy("qwen3", megatron=recompute), groups)
     for name, gradient in expected.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
