@@ -7,7 +7,7 @@ logits.
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import HAVE_TE
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -55,6 +56,8 @@ NOT_OFFERED = {
     "mtp_num_layers": "multi-token prediction is not trained",
 }
 """Options of Megatron that would build something the rest of the system does not follow."""
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+"""What selective recompute can name in a dense layer; Megatron's others are of MoE and MLA."""
 VOCAB_DIVISOR = 1
 """The vocabulary is padded to a multiple of this times TP: no further than sharding needs."""
 
@@ -124,7 +127,22 @@ def transformer_config(
                 f"policy.megatron.{name} follows from the model, the precision flow or another "
                 "policy option and cannot be set here; remove it"
             )
+    _check_recompute(config.megatron.get("recompute_modules") or ())
     return TransformerConfig(**derived, **config.megatron)
+
+
+def _check_recompute(modules: Sequence[str]) -> None:
+    for name in modules:
+        if name not in RECOMPUTE_MODULES:
+            raise ValueError(
+                f"policy.megatron.recompute_modules names {name!r}, which the model does not have; "
+                f"choose among {', '.join(RECOMPUTE_MODULES)}"
+            )
+    if "layernorm" in modules and not HAVE_TE:
+        raise ValueError(
+            "policy.megatron.recompute_modules names 'layernorm', whose recompute in Megatron "
+            "needs Transformer Engine, and it is not installed; remove 'layernorm'"
+        )
 
 
 def block_spec(
@@ -206,7 +224,7 @@ class PolicyModel(GPTModel):
         self.spec = spec
         self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
         self.before_head: Callable[[torch.nn.Parameter], None] | None = None
-        """Called with the output weight before the head reads it, since no module's forward does."""
+        """Called with the output weight before the head reads it: no module's forward does."""
 
     def forward(
         self,

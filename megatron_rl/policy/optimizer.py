@@ -65,7 +65,7 @@ def initialize_state(optimizer: Any) -> None:
 def build_scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Any:
     """Linear warm-up, then constant, linear or cosine decay, in optimizer steps.
 
-    Step ``k`` of an ``n``-step warm-up uses ``k/n`` of the peak, and the decay starts at step ``n``.
+    Step ``k`` of an ``n``-step warm-up uses ``k/n`` of the peak; the decay starts after step ``n``.
     Megatron's own warm-up starts at its initial rate, which is usually 0: a first step that moves
     nothing. Starting at ``1/n`` and warming up over one step less is the same line without it.
 

@@ -249,6 +249,11 @@ class Policy(FrozenPolicy):
         self.gather_parameters()
         return super().named_tensors()
 
+    def served_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As :meth:`FrozenPolicy.served_tensors`; a collective over the data-parallel ranks too."""
+        self.gather_parameters()
+        return super().served_tensors()
+
     def gather_parameters(self) -> None:
         """Completes the parameters after a step, before anything but the model reads them.
 

@@ -87,18 +87,22 @@ def test_overlap_changes_no_bit_and_a_save_has_the_gathered_weights(tmp_path, ti
     """In BF16, where master weights are apart, so that stale parameters would show.
 
     The untied head's weight is read outside any module's forward pass, where DDP's hooks are.
+    Buckets decide which rank sums which part of the gradient norm, so clipping is off.
     """
+    options = {"flow": "bf16", "clip_grad": 0.0}
     model = tiny_model_dir("qwen2", num_layers=2, vocab_size=261)
-    plain, root = train(tmp_path, model, 2, flow="bf16", bucket_size=50_000), tmp_path / "saved"
-    overlapped = train(tmp_path, model, 2, flow="bf16", checkpoint=(root, 0), **OVERLAP)
-    resumed = train(tmp_path, model, 2, flow="bf16", checkpoint=(root, 2))
+    root = tmp_path / "saved"
+    plain = train(tmp_path, model, 2, **options)
+    overlapped = train(tmp_path, model, 2, checkpoint=(root, 0), **options, **OVERLAP)
+    resumed = train(tmp_path, model, 2, checkpoint=(root, 2), **options)
     assert any(not torch.equal(t, plain["initial"][n]) for n, t in plain["streamed"][0].items())
     for name, tensor in plain["final"].items():
         assert torch.equal(overlapped["final"][name], tensor), name
         assert torch.equal(resumed["final"][name], tensor), name
         assert torch.equal(resumed["streamed"][0][name], plain["streamed"][0][name]), name
     for step, expected in zip(overlapped["steps"], plain["steps"], strict=True):
-        assert (step["loss"], step["grad_norm"]) == (expected["loss"], expected["grad_norm"])
+        assert step["loss"] == expected["loss"]
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
         assert torch.equal(step["after"], expected["after"])
 
 

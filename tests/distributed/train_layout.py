@@ -33,8 +33,8 @@ def main(
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=clip_grad)
     config = PolicyConfig(optimizer=optimizer, micro_batch_tokens=24, **chosen)
     layout = initialize(config, seed=0)
-    from megatron_rl.policy.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
     from megatron_rl.policy import policy as policy_module
+    from megatron_rl.policy.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
     from megatron_rl.policy.policy import Policy
 
     # Megatron's own bucket is larger than the model, which would leave nothing to overlap.
@@ -81,7 +81,8 @@ def main(
     # A collective result is the same on every rank.
     digest = [None] * layout.world_size
     dist.all_gather_object(
-        digest, [s["loss"] for s in steps]
+        digest,
+        [s["loss"] for s in steps]
         + [float(t.sum()) for tensors in (final, *streamed) for t in tensors.values()],
     )
     assert all(d == digest[0] for d in digest), "ranks disagree"

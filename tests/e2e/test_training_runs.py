@@ -69,7 +69,12 @@ def test_a_repeated_run_equals_itself(recipe, unbroken):
 
 
 def test_a_resumed_run_equals_an_unbroken_one(recipe, unbroken):
-    broken = train(recipe, "name=broken", "trainer.total_steps=2", "trainer.export_hf=false")
+    """The first part saves twice in the background, the second at its end."""
+    saving = ("trainer.save_interval_steps=1", "trainer.async_save=true")
+    first_part = ("trainer.total_steps=2", "trainer.export_hf=false", *saving)
+    broken = train(recipe, "name=broken", *first_part)
+    checkpoints = broken / "checkpoints"
+    assert sorted(p.name for p in checkpoints.glob("global*")) == ["global_step_1", "global_step_2"]
     before = (broken / "metrics.jsonl").read_text()
     resumed = train(recipe, "name=broken")
     assert resumed == broken

@@ -45,6 +45,13 @@ def test_the_dump_reads_back_to_an_equal_configuration(tmp_path):
     assert load_config(path) == config
 
 
+def test_a_parameter_gather_overlaps_only_with_a_gradient_reduction():
+    with pytest.raises(ConfigError, match="overlap_param_gather=true needs .*set both"):
+        validate(tree(policy={"overlap_param_gather": True}))
+    both = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+    assert validate(tree(policy=both)).policy.overlap_param_gather
+
+
 def test_every_recipe_is_valid():
     from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Background saves: what is written is what was there, and only complete ones count."""
 
+import functools
 import time
 
 import pytest
@@ -53,6 +54,7 @@ def writing(monkeypatch):
     real = filesystem_async._write_item
 
     def replace(action):
+        @functools.wraps(real)  # Megatron looks at its signature
         def item(*args, **options):
             action()
             return real(*args, **options)
@@ -108,8 +110,10 @@ def test_one_save_is_in_flight_and_a_finished_one_is_found_without_waiting(
 
 
 def test_a_save_that_fails_or_dies_leaves_the_earlier_one_the_newest(
-    make_policy, saver, checkpoint, writing, tmp_path
+    make_policy, saver, checkpoint, writing, tmp_path, monkeypatch
 ):
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     from megatron_rl.policy.checkpoint_async import BackgroundSaver
 
     policy, newest = make_policy(), checkpoint.checkpoint_files.newest_step
@@ -136,6 +140,7 @@ def test_a_save_that_fails_or_dies_leaves_the_earlier_one_the_newest(
     with pytest.raises(ValueError, match="no complete checkpoint"):
         checkpoint.load_checkpoint(checkpoint.staging_path(tmp_path, 2), policy)
     writing(lambda: None)
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)  # a new process has a new one
     again = BackgroundSaver()
     again.start(tmp_path, 2, policy, {"again": True}, keep=1)
     again.finish()
