@@ -9,6 +9,7 @@ import torch
 from megatron_rl.config import AlgorithmConfig, ConfigError, validate
 from megatron_rl.policy.execution import TokenValues
 from megatron_rl.policy.policy import UpdateResult
+from megatron_rl.precision import resolve_flow
 from megatron_rl.rewards.interface import RewardResult
 from megatron_rl.rollout import Completion
 from megatron_rl.trainer.batch import make_batch
@@ -57,6 +58,7 @@ class FakePolicy:
     """
 
     def __init__(self, logprobs, moved=0.0):
+        self.flow = resolve_flow("bf16")
         self.logprobs = logprobs
         self.moved = moved
         self.gradients = []
