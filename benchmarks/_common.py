@@ -1,12 +1,15 @@
 """What the benchmarks share: contenders that take turns, spreads, tables. Standard library only.
 
 A contender is a process that loads everything, waits, and measures one round when it is told to.
-Only one works at a time; the time that the others spent meanwhile is measured too.
+Only one works at a time: the others are stopped meanwhile, with all their threads.
 """
 
+import contextlib
+import ctypes
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -60,35 +64,42 @@ class Contender:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
+                preexec_fn=_end_with_parent,
             )
         self.ready = self.turn(job)
 
     def turn(self, message: dict[str, Any]) -> dict[str, Any]:
         """One turn: sends a message and waits for the answer."""
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        self._process.send_signal(signal.SIGCONT)
+        # A process that has ended answers nothing, which is told below.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
         answer = self._process.stdout.readline()
+        self._process.send_signal(signal.SIGSTOP)
         if not answer:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
             raise RuntimeError(f"{self.name} ended before it answered; end of {self._log}:\n{tail}")
         decoded: dict[str, Any] = json.loads(answer)
         return decoded
 
-    def cpu_s(self) -> float:
-        """Processor seconds that the process has used so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         """Ends the process."""
         assert self._process.stdin
-        self._process.stdin.close()
+        self._process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: a stopped contender must not outlive the benchmark (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Turns:

@@ -5,11 +5,13 @@
     python -m benchmarks.step --trl-python .venv-trl/bin/python --markdown docs/benchmarks/step.md
 
 The contenders take turns in one run (product, vLLM, Megatron, TRL, product, ...), each in a process
-of its own that sleeps while another works; see docs/benchmarks.md for what each of them is.
+of its own that is stopped while another works; see docs/benchmarks.md for what each of them is.
 """
 
 import argparse
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="megatron_rl_benchmark_logs_") as logs:
         contenders, about = _start(arguments, Path(logs))
         try:
-            rounds, idle_s = _measure(contenders, arguments.rounds, arguments.warmup)
+            rounds = _measure(contenders, arguments.rounds, arguments.warmup)
         finally:
             for contender in contenders.values():
                 contender.close()
-    write_markdown(report(arguments, rounds, idle_s, about), arguments.markdown)
+    write_markdown(report(arguments, rounds, about), arguments.markdown)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -138,8 +140,10 @@ def _start(
 
     def add(name: str, module: str, job: dict[str, Any], **options: str) -> None:
         if name not in arguments.without:
+            start = time.monotonic()
             module = f"benchmarks.contenders.{module}"
             contenders[name] = Contender(name, module, job, logs / f"{name}.log", **options)
+            _progress(f"{name} is ready after {time.monotonic() - start:.0f} s")
 
     try:
         add("product", "product", job)
@@ -162,31 +166,33 @@ def _start(
     return contenders, about
 
 
-def _measure(
-    contenders: dict[str, Contender], num_rounds: int, warmup: int
-) -> tuple[list[Round], float]:
-    """The measured rounds, and the most seconds that a process was busy outside its turn, a round.
+def _measure(contenders: dict[str, Contender], num_rounds: int, warmup: int) -> list[Round]:
+    """The measured rounds.
 
     Within a round all work on the product's step: its requests, then the tokens it sampled.
     """
     rounds: list[Round] = []
     for index in range(warmup + num_rounds):
-        if index == warmup:
-            busy_s = dict.fromkeys(contenders, 0.0)
         answers: Round = {}
         record: dict[str, Any] = {}
         for name, contender in contenders.items():
-            before = {other: contenders[other].cpu_s() for other in contenders if other != name}
             answers[name] = contender.turn(record)
             if name == "product":
                 record = {k: answers[name][k] for k in ("prompts", "seeds", "responses")}
-            if index >= warmup:
-                for other, start_s in before.items():
-                    busy_s[other] += contenders[other].cpu_s() - start_s
         _check_same_work(answers)
+        stages = ", ".join(
+            f"{name} {title} {answers[name]['stages'][key]:.2f}"
+            for title, name, key in STAGES
+            if name in answers
+        )
+        _progress(f"round {index + 1} of {warmup + num_rounds} ({stages} s)")
         if index >= warmup:
             rounds.append(answers)
-    return rounds, max(busy_s.values()) / num_rounds
+    return rounds
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_same_work(answers: Round) -> None:
@@ -201,9 +207,7 @@ def _check_same_work(answers: Round) -> None:
         raise RuntimeError(f"the product skipped {product['skipped']:.0%} of the samples")
 
 
-def report(
-    arguments: argparse.Namespace, rounds: list[Round], idle_s: float, about: dict[str, Any]
-) -> str:
+def report(arguments: argparse.Namespace, rounds: list[Round], about: dict[str, Any]) -> str:
     """The tables, as Markdown."""
     names = list(rounds[0])
     product = rounds[0]["product"]
@@ -230,8 +234,7 @@ def report(
         f"{arguments.model}, {about['num_prompts']} prompts of about {prompt_tokens:.0f} tokens x "
         f"{about['num_samples']} samples x {about['max_tokens']} new tokens, {about['dtype']}. "
         f"{len(rounds)} rounds after {arguments.warmup} to warm up, {', '.join(names)} in turn. "
-        f"{machine()}. Outside its turn no process used more than {idle_s:.2f} s of processor a "
-        "round."
+        f"{machine()}."
     )
     if "trl" in about:
         versions = ", ".join(f"{name} {version}" for name, version in about["trl"].items())
