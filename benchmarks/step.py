@@ -225,9 +225,9 @@ def report(arguments: argparse.Namespace, rounds: list[Round], about: dict[str, 
     for comparison in COMPARISONS:
         if all(name in names for name in comparison.contenders):
             spread = Spread.of([comparison.ratio(answers) for answers in rounds])
-            holds = eval_bound(spread.median, comparison.wanted)
+            kept = holds(spread.median, comparison.wanted)
             ratios.append(
-                [comparison.title, spread.text(), comparison.wanted, "yes" if holds else "**no**"]
+                [comparison.title, spread.text(), comparison.wanted, "yes" if kept else "**no**"]
             )
     prompt_tokens = sum(len(p) for p in product["prompts"]) / about["num_prompts"]
     load = (
@@ -250,7 +250,7 @@ def report(arguments: argparse.Namespace, rounds: list[Round], about: dict[str, 
     )
 
 
-def eval_bound(value: float, bound: str) -> bool:
+def holds(value: float, bound: str) -> bool:
     """Whether a value keeps a bound such as ``>= 0.95``."""
     relation, limit = bound.split()
     return value >= float(limit) if relation == ">=" else value <= float(limit)
