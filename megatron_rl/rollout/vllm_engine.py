@@ -121,6 +121,7 @@ class VLLMEngine(Engine):
         self._broken: str | None = None
         if flow.serves_quantised:
             self._broken = f"flow {flow.name!r} brings the weights with the first update"
+        self._cache_is_empty = False
 
     @property
     def version(self) -> int:
@@ -153,6 +154,7 @@ class VLLMEngine(Engine):
             for prompt in numbers
             for sample in range(sampling.n)
         ]
+        self._cache_is_empty = False
         with preserve_host_rng():
             request_ids = self._llm.enqueue(requests, params, use_tqdm=False)
             outputs = run_requests(self._llm, request_ids, self._timeout_s, self._group())
@@ -193,9 +195,13 @@ class VLLMEngine(Engine):
         return get_tp_group().cpu_group
 
     def _reset_prefix_cache(self) -> None:
+        # vLLM visits every block of the cache: a large cache of a small model has many.
+        if self._cache_is_empty:
+            return
         if not self._llm.reset_prefix_cache():
             self._broken = "the prefix cache could not be reset"
             raise RuntimeError(f"{self._broken}; are requests of an earlier call still running?")
+        self._cache_is_empty = True
 
     def _sampling_params(self, sampling: Sampling, prompt: int, sample: int) -> Any:
         from vllm import SamplingParams
