@@ -160,7 +160,7 @@ def overflow_line(step: int, metrics: Mapping[str, float]) -> str | None:
     if not skipped:
         return None
     steps = "1 optimizer step" if skipped == 1 else f"{skipped:.0f} optimizer steps"
-    return f"step {step}: overflow, {steps} skipped; loss scale {metrics['actor/loss_scale']:g}"
+    return f"step {step}: overflow, {steps} skipped; loss scale {metrics['actor/loss_scale']:.10g}"
 
 
 def remaining_seconds(recent_step_seconds: Iterable[float], steps_left: int) -> float | None:
