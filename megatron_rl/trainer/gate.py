@@ -63,6 +63,9 @@ class MismatchGate:
         Raises:
             MismatchError: The first step is over the bound and the mode is ``stop``.
         """
+        if not measured.mask.any():
+            # An overflow left no number, and the step is skipped: the next has the same weights.
+            return
         is_first, self._is_first = self._is_first, False
         if self._mode == "off" or not (is_first or (self._exact and not self._has_warned)):
             return
@@ -93,7 +96,7 @@ def find(
     """Compares one step with a bound; names the worst tokens where it is exceeded."""
     difference = (measured.logprobs.double() - batch.rollout_logprobs.double()).abs()
     difference = difference.masked_fill(~measured.mask, 0.0)
-    mean = float(difference.sum() / measured.mask.sum().clamp(min=1))
+    mean = float(difference.sum() / measured.mask.sum())
     # NaN is within no bound.
     is_within = mean <= bound
     return GateFinding(

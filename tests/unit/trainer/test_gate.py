@@ -191,6 +191,16 @@ def test_a_difference_that_is_no_number_is_within_no_bound():
     assert not found[0].is_within and found[0].worst[0].position == 3
 
 
+def test_a_step_in_which_nothing_was_measured_is_not_the_first():
+    batch, found = batch_of([1.0, 0.0]), []
+    gate = gate_of(found.append, mode="stop", bound=0.0)
+    nothing = torch.zeros_like(batch.response_mask)
+    gate.inspect(1, batch, Measured(logprobs=batch.rollout_logprobs, mask=nothing))
+    assert found == [] and gate.looks_first
+    gate.inspect(2, batch, Measured(logprobs=batch.rollout_logprobs, mask=batch.response_mask))
+    assert [(f.step, f.is_first, f.is_within) for f in found] == [(2, True, True)]
+
+
 def test_findings_are_read_as_they_were_written(tmp_path):
     batch, found = batch_of([1.0, 0.0]), []
     measured = Measured(logprobs=batch.rollout_logprobs + 0.5, mask=batch.response_mask)
