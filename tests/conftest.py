@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A loaded machine is slow, which says nothing about the code.
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 ENVIRONMENT = {
     # No test may depend on the network.
@@ -15,9 +20,8 @@ ENVIRONMENT = {
     # Spinning OpenMP threads slow each other by an order of magnitude on a shared machine.
     "OMP_NUM_THREADS": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # The engine in this process, so that a test can look into it, with a small KV cache (GiB).
+    # The engine in this process, so that a test can look into it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.models import ModelSpec
@@ -104,6 +105,9 @@ def save_failed(root: Path, step: int, error: BaseException) -> CheckpointError:
     torch's CheckpointException is no Exception, and the writers are processes of their own, so a
     full disk arrives in many shapes, some with tracebacks of theirs.
     """
+    # Megatron's writers answer through one queue a process. What a failed save left in it would be
+    # taken for the answers of the next one, whose metadata would then be wrong, in silence.
+    filesystem_async._results_queue = None
     if dist.get_rank() == 0:
         shutil.rmtree(staging_path(root, step), ignore_errors=True)
     return CheckpointError(

@@ -1,6 +1,7 @@
 """Background saves: what is written is what was there, and only complete ones count."""
 
 import functools
+import shutil
 import time
 
 import pytest
@@ -110,7 +111,7 @@ def test_one_save_is_in_flight_and_a_finished_one_is_found_without_waiting(
 
 
 def test_a_save_that_fails_or_dies_leaves_the_earlier_one_the_newest(
-    make_policy, saver, checkpoint, writing, tmp_path, monkeypatch
+    make_policy, saver, checkpoint, writing, tmp_path
 ):
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -131,6 +132,12 @@ def test_a_save_that_fails_or_dies_leaves_the_earlier_one_the_newest(
     with pytest.raises(checkpoint.CheckpointError, match="step 2 could not be written"):
         saver.finish()
     assert newest(tmp_path) == 1
+    writing(lambda: None)
+    checkpoint.save_checkpoint(tmp_path, 3, policy, {"after": "a failure"}, keep=2)
+    after = checkpoint.load_checkpoint(checkpoint.checkpoint_path(tmp_path, 3), policy)
+    assert after == {"after": "a failure"}
+    shutil.rmtree(checkpoint.checkpoint_path(tmp_path, 3))
+    writing(lambda: time.sleep(0.3))
 
     # As when the whole run is killed: nobody completes the save, and the next run repeats it.
     saver.start(tmp_path, 2, policy, {}, keep=1)
@@ -140,7 +147,7 @@ def test_a_save_that_fails_or_dies_leaves_the_earlier_one_the_newest(
     with pytest.raises(ValueError, match="no complete checkpoint"):
         checkpoint.load_checkpoint(checkpoint.staging_path(tmp_path, 2), policy)
     writing(lambda: None)
-    monkeypatch.setattr(filesystem_async, "_results_queue", None)  # a new process has a new one
+    filesystem_async._results_queue = None  # a new process has a new one
     again = BackgroundSaver()
     again.start(tmp_path, 2, policy, {"again": True}, keep=1)
     again.finish()

@@ -73,7 +73,9 @@ def test_the_gradient_norm_is_that_of_fp32_at_any_scale(tiny_policy):
         ends.append((results[0].grad_norm, torch.cat([t.flatten() for t in state(policy)])))
     # Scales are powers of two: where nothing underflows, not even the rounding depends on them.
     assert ends[1][0] == pytest.approx(ends[2][0], rel=1e-4)
-    torch.testing.assert_close(ends[1][1], ends[2][1], rtol=1e-3, atol=1e-5)
+    # Adam gives a tiny gradient that underflowed at one scale a whole step of another sign.
+    difference = (ends[1][1] - ends[2][1]).norm() / ends[2][1].norm()
+    assert difference < 1e-3
 
 
 def test_everything_is_fp16_but_master_weights_and_gradients(tiny_policy):

@@ -37,8 +37,9 @@ def update(policy, groups, objective=None, temperature=0.9):
 def cosine(step, config, total):
     """Learning rate of a step, counted from 0."""
     if step < config.lr_warmup_steps:
-        return config.lr * step / config.lr_warmup_steps
-    done = (step - config.lr_warmup_steps) / (total - config.lr_warmup_steps)
+        return config.lr * (step + 1) / config.lr_warmup_steps
+    peak = max(config.lr_warmup_steps - 1, 0)
+    done = (step - peak) / (total - peak)
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
