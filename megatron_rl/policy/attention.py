@@ -8,7 +8,6 @@ tree: a response sees its prompt and itself, never its siblings.
 Legend: T stream tokens, N query heads, G key/value heads, D head dimension, L tokens of one group.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_rl.policy.attention_masks import suffix_mask, tree_mask
 from megatron_rl.policy.packing import GroupSpan
 
 Spans = tuple[GroupSpan, ...]
@@ -124,7 +124,7 @@ def _attend_group(
     if sum(1 for n in span.response_lengths if n) <= 1:
         yield _sdpa(q, k, v, None, scale)
     elif span.length <= DENSE_LIMIT_TOKENS:
-        yield _sdpa(q, k, v, _tree_mask(span.prompt_length, span.response_lengths), scale)
+        yield _sdpa(q, k, v, tree_mask(span.prompt_length, span.response_lengths), scale)
     else:
         prompt = span.prompt_length
         yield _sdpa(q[:, :prompt], k[:, :prompt], v[:, :prompt], None, scale)
@@ -134,7 +134,7 @@ def _attend_group(
                 own = slice(start, start + length)
                 keys = torch.cat((k[:, :prompt], k[:, own]), dim=1)
                 values = torch.cat((v[:, :prompt], v[:, own]), dim=1)
-                yield _sdpa(q[:, own], keys, values, _suffix_mask(prompt, length), scale)
+                yield _sdpa(q[:, own], keys, values, suffix_mask(prompt, length), scale)
             start += length
 
 
@@ -155,19 +155,3 @@ def _sdpa(
         scale=scale,
         enable_gqa=q.shape[0] != k.shape[0],
     )[0]
-
-
-@functools.lru_cache(maxsize=256)
-def _tree_mask(prompt_length: int, response_lengths: tuple[int, ...]) -> torch.Tensor:
-    """``[L, L]`` bool, true where the query (row) sees the key (column)."""
-    lengths = torch.tensor((prompt_length, *response_lengths))
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    same_branch = (owner[:, None] == owner[None, :]) | (owner[None, :] == 0)
-    order = torch.arange(len(owner))
-    return same_branch & (order[:, None] >= order[None, :])
-
-
-@functools.lru_cache(maxsize=256)
-def _suffix_mask(prefix: int, length: int) -> torch.Tensor:
-    """``[length, prefix + length]`` bool: the whole prefix, and causal after it."""
-    return torch.ones(length, prefix + length, dtype=torch.bool).tril(diagonal=prefix)

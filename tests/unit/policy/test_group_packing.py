@@ -55,12 +55,12 @@ def test_every_response_token_is_predicted_from_its_context(raw, share):
 @settings(max_examples=60)
 @given(group_lists)
 def test_the_mask_shows_exactly_the_plain_context(raw):
-    from megatron_rl.policy.attention import _suffix_mask, _tree_mask
+    from megatron_rl.policy.attention_masks import suffix_mask, tree_mask
 
     for group in build(raw):
         packed = pack_groups([group])
         span = packed.spans[0]
-        mask = _tree_mask(span.prompt_length, span.response_lengths)
+        mask = tree_mask(span.prompt_length, span.response_lengths)
         branch = [0] * span.prompt_length
         for number, length in enumerate(span.response_lengths, start=1):
             branch += [number] * length
@@ -70,7 +70,7 @@ def test_the_mask_shows_exactly_the_plain_context(raw):
                 related = branch[key] in (0, branch[query])
                 expected = related and positions[key] <= positions[query]
                 assert bool(mask[query, key]) == expected
-    assert torch.equal(_suffix_mask(2, 2), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool())
+    assert torch.equal(suffix_mask(2, 2), torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool())
 
 
 def test_empty_prompts_and_responses_are_refused():
