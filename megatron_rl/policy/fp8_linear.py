@@ -14,6 +14,7 @@ per optimizer step; the same codes go to the rollout engine. Communication over 
 ranks is Megatron's, on unquantised tensors.
 """
 
+import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +27,12 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
+from megatron_rl.models.layout import same_bits
 from megatron_rl.precision import BlockFormat
 from megatron_rl.precision.engines import element_dtype
+from megatron_rl.precision.formats import LinearFormats
 from megatron_rl.precision.products import block_linear, operand, operand_dtype
 from megatron_rl.precision.quantize import dequantize_block, quantize_block
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearFormats:
-    """Formats of one linear layer's operands."""
-
-    weight: BlockFormat
-    input: BlockFormat
-    output_gradient: BlockFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,37 +43,87 @@ class QuantisedWeight:
     """``[N, K]`` FP8."""
     scale_inv: torch.Tensor
     """``[ceil(N / 128), ceil(K / 128)]`` float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeldWeight(QuantisedWeight):
     operand: torch.Tensor
     """``[N, K]``: codes times scales."""
 
 
-class _BlockScaledLinear:
-    """What column- and row-parallel layers share; mixed in front of Megatron's class."""
+class BlockScaledLinear(abc.ABC):
+    """A Megatron linear layer, on any platform, whose operands are block-scaled FP8."""
 
     weight: torch.nn.Parameter
     formats: LinearFormats
-    _quantised: QuantisedWeight | None
+    """Formats of the operands, as the layer computes them."""
 
+    @abc.abstractmethod
     def quantised_weight(self) -> QuantisedWeight:
-        """The weight's codes and scales, made at the first use after :meth:`invalidate`."""
-        if self._quantised is None:
+        """The weight's codes and scales, those that the products use."""
+
+    @abc.abstractmethod
+    def operand_fault(self) -> str | None:
+        """What is wrong with the codes that the products use, or None."""
+
+    @abc.abstractmethod
+    def invalidate(self) -> None:
+        """To be called whenever the weight has changed."""
+
+
+def quantise(weight: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a weight ``[N, K]``."""
+    return quantize_block(
+        weight, fmt.block_shape, fmt.scale_rounding, element_dtype(fmt.element), fmt.amax_epsilon
+    )
+
+
+def weight_fault(held: QuantisedWeight, fresh: QuantisedWeight) -> str | None:
+    """How codes and scales in use differ from those made of the weight now, or None."""
+    if not same_bits(held.codes, fresh.codes):
+        return "its codes are not those of its weight"
+    if not same_bits(held.scale_inv, fresh.scale_inv):
+        return "its scales are not those of its weight"
+    return None
+
+
+class _EmulatedLinear(BlockScaledLinear):
+    """What column- and row-parallel layers share; mixed in front of Megatron's class."""
+
+    _held: _HeldWeight | None
+
+    def quantised_weight(self) -> _HeldWeight:
+        """See the base class; made at the first use after :meth:`invalidate`."""
+        if self._held is None:
             fmt, weight = self.formats.weight, self.weight.detach()
-            codes, scale_inv = quantize_block(
-                weight,
-                fmt.block_shape,
-                fmt.scale_rounding,
-                element_dtype(fmt.element),
-                fmt.amax_epsilon,
-            )
+            codes, scale_inv = quantise(weight, fmt)
             dequantised = dequantize_block(
                 codes, scale_inv, fmt.block_shape, operand_dtype(fmt, weight.dtype)
             )
-            self._quantised = QuantisedWeight(codes=codes, scale_inv=scale_inv, operand=dequantised)
-        return self._quantised
+            self._held = _HeldWeight(codes=codes, scale_inv=scale_inv, operand=dequantised)
+        return self._held
+
+    def operand_fault(self) -> str | None:
+        """See the base class."""
+        held = self.quantised_weight()
+        self.invalidate()
+        fresh = self.quantised_weight()
+        for what, ours, right in (
+            ("its codes are not those of its weight", held.codes, fresh.codes),
+            ("its scales are not those of its weight", held.scale_inv, fresh.scale_inv),
+            (
+                "what it multiplies by is not its codes times its scales",
+                held.operand,
+                fresh.operand,
+            ),
+        ):
+            if not same_bits(ours, right):
+                return what
+        return None
 
     def invalidate(self) -> None:
-        """Forgets the codes; to be called whenever the weight has changed."""
-        self._quantised = None
+        """Forgets the codes."""
+        self._held = None
 
     def _forward_impl(
         self,
@@ -104,23 +148,20 @@ class _BlockScaledLinear:
         return output if bias is None else output + bias
 
 
-class BlockScaledColumnParallelLinear(_BlockScaledLinear, ColumnParallelLinear):
+class BlockScaledColumnParallelLinear(_EmulatedLinear, ColumnParallelLinear):
     """Column-parallel linear layer with block-scaled FP8 products."""
 
     def __init__(self, *args: Any, formats: LinearFormats, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.formats, self._quantised = formats, None
+        self.formats, self._held = formats, None
 
 
-class BlockScaledRowParallelLinear(_BlockScaledLinear, RowParallelLinear):
+class BlockScaledRowParallelLinear(_EmulatedLinear, RowParallelLinear):
     """Row-parallel linear layer with block-scaled FP8 products."""
 
     def __init__(self, *args: Any, formats: LinearFormats, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.formats, self._quantised = formats, None
-
-
-BLOCK_SCALED = (BlockScaledColumnParallelLinear, BlockScaledRowParallelLinear)
+        self.formats, self._held = formats, None
 
 
 class _BlockLinear(torch.autograd.Function):
@@ -155,16 +196,14 @@ class _BlockLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def block_scaled_linears(
-    model: torch.nn.Module,
-) -> Iterator[tuple[str, BlockScaledColumnParallelLinear | BlockScaledRowParallelLinear]]:
+def block_scaled_linears(model: torch.nn.Module) -> Iterator[tuple[str, BlockScaledLinear]]:
     """The block-scaled layers of a model, by local name."""
     for name, module in model.named_modules():
-        if isinstance(module, BLOCK_SCALED):
+        if isinstance(module, BlockScaledLinear):
             yield name, module
 
 
 def invalidate_codes(model: torch.nn.Module) -> None:
-    """Forgets all codes of a model whose weights have changed."""
+    """Tells every block-scaled layer of a model that its weight has changed."""
     for _, linear in block_scaled_linears(model):
         linear.invalidate()

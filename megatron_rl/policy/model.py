@@ -32,7 +32,6 @@ from megatron_rl.policy.attention import GroupAttention, PackedGroupParams
 from megatron_rl.policy.fp8_linear import (
     BlockScaledColumnParallelLinear,
     BlockScaledRowParallelLinear,
-    LinearFormats,
 )
 from megatron_rl.policy.logprobs import VocabShard, token_logprobs, vocab_shard
 from megatron_rl.policy.norm import RMSNorm
@@ -44,7 +43,9 @@ from megatron_rl.precision import (
     PrecisionFlow,
     format_str,
     megatron_precision,
+    te,
 )
+from megatron_rl.precision.formats import LinearFormats
 
 NOT_OFFERED = {
     "context_parallel_size": "prompt groups are not split over ranks",
@@ -110,6 +111,14 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         **megatron_precision(flow),
     )
+    if uses_transformer_engine(flow):
+        # Parameters must be on the device for TE to quantise them.
+        derived |= te.megatron_options(flow) | {"use_cpu_initialization": False}
+    elif config.megatron.get("fp8_param"):
+        raise ValueError(
+            "policy.megatron.fp8_param=true keeps parameters in FP8, which needs CUDA and a flow "
+            "that trains quantised, such as fp8; remove it"
+        )
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in config.megatron:
         if name not in known:
@@ -172,16 +181,43 @@ def _layer_spec(spec: ModelSpec, flow: PrecisionFlow, plan: LinearPlan, number: 
     if spec.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if flow.trains_quantised:
+        column, row = _linear_classes(flow)
         for part, prefix, name, module in (
-            (attention, "self_attention", "linear_qkv", BlockScaledColumnParallelLinear),
-            (attention, "self_attention", "linear_proj", BlockScaledRowParallelLinear),
-            (mlp, "mlp", "linear_fc1", BlockScaledColumnParallelLinear),
-            (mlp, "mlp", "linear_fc2", BlockScaledRowParallelLinear),
+            (attention, "self_attention", "linear_qkv", column),
+            (attention, "self_attention", "linear_proj", row),
+            (mlp, "mlp", "linear_fc1", column),
+            (mlp, "mlp", "linear_fc2", row),
         ):
             if plan.is_quantised(f"decoder.layers.{number}.{prefix}.{name}"):
                 params = {"formats": linear_formats(flow)}
                 setattr(part, name, ModuleSpec(module, params=params))
     return layer
+
+
+def uses_transformer_engine(flow: PrecisionFlow) -> bool:
+    """Whether quantised linears are Transformer Engine's: on CUDA, and nowhere else."""
+    return flow.trains_quantised and current_platform().name == "cuda"
+
+
+def tokens_multiple(flow: PrecisionFlow, config: TransformerConfig) -> int:
+    """What the tokens of a micro-batch are padded to a multiple of."""
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if not uses_transformer_engine(flow):
+        return ranks
+    return te.TOKENS_MULTIPLE if ranks == 1 else te.GATHER_TOKENS_MULTIPLE * ranks
+
+
+def _linear_classes(flow: PrecisionFlow) -> tuple[type, type]:
+    """Column- and row-parallel layers that compute block-scaled products on this platform."""
+    if not uses_transformer_engine(flow):
+        return BlockScaledColumnParallelLinear, BlockScaledRowParallelLinear
+    from megatron_rl.policy import te_linear
+
+    te.configure_recipe(flow)
+    return (
+        te_linear.TransformerEngineColumnParallelLinear,
+        te_linear.TransformerEngineRowParallelLinear,
+    )
 
 
 def linear_formats(flow: PrecisionFlow) -> LinearFormats:

@@ -21,7 +21,12 @@ from megatron_rl.policy.errors import NonFiniteError
 from megatron_rl.policy.execution import ExecutionOptions, Objective, TokenValues, run_groups
 from megatron_rl.policy.fp8_linear import invalidate_codes
 from megatron_rl.policy.loss_scale import DynamicLossScale
-from megatron_rl.policy.model import VOCAB_DIVISOR, PolicyModel, transformer_config
+from megatron_rl.policy.model import (
+    VOCAB_DIVISOR,
+    PolicyModel,
+    tokens_multiple,
+    transformer_config,
+)
 from megatron_rl.policy.optimizer import build_optimizer, build_scheduler
 from megatron_rl.policy.packing import PromptGroup
 from megatron_rl.policy.parallel import ParallelLayout
@@ -138,7 +143,7 @@ class FrozenPolicy:
             micro_batch_tokens=self.config.micro_batch_tokens,
             share_prefix=self.config.share_prompt_prefix,
             chunk_tokens=self.config.logprob_chunk_tokens,
-            pad_to_multiple=self.layout.tp_size if self.config.sequence_parallel else 1,
+            pad_to_multiple=tokens_multiple(self.flow, self.megatron_config),
             temperature=temperature,
             with_entropy=with_entropy,
         )
@@ -175,6 +180,7 @@ class Policy(FrozenPolicy):
                 use_distributed_optimizer=True,
                 overlap_grad_reduce=self.config.overlap_grad_reduce,
                 overlap_param_gather=self.config.overlap_param_gather,
+                fp8_param_gather=self.megatron_config.fp8_param,
             ),
             self.wrapped,
         )

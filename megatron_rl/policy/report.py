@@ -1,7 +1,6 @@
 """What the policy's live modules compute, for the audit (:mod:`megatron_rl.precision.audit`)."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,13 +8,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_rl.models import ParameterMap
-from megatron_rl.models.layout import same_bits
 from megatron_rl.policy.attention import GroupAttention
-from megatron_rl.policy.fp8_linear import (
-    BLOCK_SCALED,
-    BlockScaledColumnParallelLinear,
-    BlockScaledRowParallelLinear,
-)
+from megatron_rl.policy.fp8_linear import BlockScaledLinear
 from megatron_rl.policy.norm import RMSNorm
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.policy.weights import global_name, layer_offset
@@ -63,35 +57,21 @@ def _formats(model: torch.nn.Module) -> dict[str, Formats]:
     offset = layer_offset(model)
     found: dict[str, Formats] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | BlockScaledLinear):
             continue
         if name == "output_layer":
             weight = model.head()[0]  # type: ignore[operator]
         else:
             weight = module.weight
         kernel = type(module).__name__
-        if isinstance(module, BLOCK_SCALED):
-            formats, fault = module.formats, _operand_fault(module)
+        if isinstance(module, BlockScaledLinear):
+            formats, fault = module.formats, module.operand_fault()
             entry = (formats.weight.short_str(), formats.input.short_str(), kernel, fault)
         else:
             dtype = format_str(str(weight.dtype).removeprefix("torch."))  # type: ignore[arg-type]
             entry = (dtype, dtype, kernel, None)
         found[global_name(name, offset)] = entry
     return found
-
-
-def _operand_fault(linear: BlockScaledColumnParallelLinear | BlockScaledRowParallelLinear) -> Any:
-    held = linear.quantised_weight()
-    linear.invalidate()
-    fresh = linear.quantised_weight()
-    for what, ours, right in (
-        ("its codes are not those of its weight", held.codes, fresh.codes),
-        ("its scales are not those of its weight", held.scale_inv, fresh.scale_inv),
-        ("what it multiplies by is not its codes times its scales", held.operand, fresh.operand),
-    ):
-        if not same_bits(ours, right):
-            return what
-    return None
 
 
 def _all_stages(ours: dict[str, Formats], layout: ParallelLayout) -> dict[str, Formats]:

@@ -15,6 +15,7 @@ from megatron_rl.models.entry import ParameterEntry
 from megatron_rl.policy.fp8_linear import block_scaled_linears
 from megatron_rl.policy.node_reading import NodeReader, node_group
 from megatron_rl.policy.parallel import ParallelLayout
+from megatron_rl.policy.te_export import is_quantised_tensor, plain_tensor
 from megatron_rl.precision import BlockFormat, LinearPlan, PrecisionFlow, torch_dtype
 from megatron_rl.precision.engines import element_dtype
 from megatron_rl.precision.wire import encode, scale_name
@@ -75,8 +76,8 @@ def load_hf_weights(
         layout: This rank's place.
 
     Returns:
-        By local parameter name, every shard of the checkpoint if any is finer than the parameters'
-        dtype (the FP32 master weights start from them), else nothing.
+        By local parameter name, every shard of the checkpoint if any is finer than its parameter
+        (the FP32 master weights start from them), else nothing.
 
     Raises:
         ValueError: The checkpoint does not fit the model, or a tensor holds NaN or Inf.
@@ -116,8 +117,10 @@ def _fill(
         assert full is not None, entry.megatron_name
         shard = entry.shard(full, tp_rank=layout.tp_rank, tp_size=layout.tp_size)
         assert shard.shape == parameter.shape, (entry.megatron_name, shard.shape, parameter.shape)
-        parameter.copy_(shard)
-        if torch.promote_types(shard.dtype, parameter.dtype) != parameter.dtype:
+        # Codes of a parameter in FP8 are made from the rounding to its nominal dtype.
+        parameter.copy_(shard.to(parameter.device, parameter.dtype))
+        is_finer = torch.promote_types(shard.dtype, parameter.dtype) != parameter.dtype
+        if is_finer or is_quantised_tensor(parameter):
             kept = shard.cpu().contiguous()
             # A shard that is a view would keep the whole tensor.
             is_view = kept.untyped_storage().nbytes() > kept.nbytes
@@ -144,7 +147,7 @@ def export_hf_weights(
         layout: This rank's place.
         dtype: Dtype of the parameters, which stages without one must know.
     """
-    named = {name: parameter.detach() for name, parameter in named_parameters(model)}
+    named = {name: plain_tensor(parameter) for name, parameter in named_parameters(model)}
     owners = _owners(named, layout)
     parameters.check_megatron_keys(owners)
     gather = _Gatherer(layout, next(iter(named.values())).device)

@@ -123,4 +123,13 @@ class MXFormat:
         return " ".join(words)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearFormats:
+    """Formats of the operands of one block-scaled linear layer in training."""
+
+    weight: BlockFormat
+    input: BlockFormat
+    output_gradient: BlockFormat
+
+
 OperandFormat = BlockFormat | TensorFormat | MXFormat

@@ -65,12 +65,14 @@ WITHOUT_TORCH = [
     "megatron_rl/precision/audit.py",
     "megatron_rl/precision/bounds.py",
     "megatron_rl/precision/contract.py",
+    "megatron_rl/precision/environment.py",
     "megatron_rl/precision/exactness.py",
     "megatron_rl/precision/flow.py",
     "megatron_rl/precision/flows.py",
     "megatron_rl/precision/formats.py",
     "megatron_rl/precision/graph.py",
     "megatron_rl/precision/partition.py",
+    "megatron_rl/precision/te.py",
 ]
 
 
