@@ -8,14 +8,20 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_rl.precision import PrecisionFlow
+from megatron_rl.precision.environment import flow_environment
+
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
 HEAVY = ("torch", "vllm", "megatron.core", "transformer_engine")
 
 
-def run_environment() -> dict[str, str]:
+def run_environment(flow: PrecisionFlow) -> dict[str, str]:
     """Variables of a process that trains and samples.
 
     Those that only set a level of noise, or the threads, give way to the caller's.
+
+    Args:
+        flow: The run's flow, whose quantisers the libraries choose by variables on CUDA.
     """
     fixed = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine shares the trainer's process and memory
@@ -31,7 +37,9 @@ def run_environment() -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
     }
-    if not NVIDIA_DRIVER.exists():
+    if NVIDIA_DRIVER.exists():
+        fixed |= flow_environment(flow)
+    else:
         # vLLM compiles a helper of its sampler on first use: seconds of g++, for microseconds.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     return fixed | {name: os.environ.get(name, value) for name, value in defaults.items()}

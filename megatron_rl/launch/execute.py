@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.policy.errors import NonFiniteError
+from megatron_rl.precision import flow_of
 from megatron_rl.trainer.errors import MismatchError
 
 FAILED = 1
@@ -30,7 +31,7 @@ def execute(config: Any, choose: Callable[[], Callable[..., Path]]) -> int:
     from megatron_rl.launch.models import resolve_model
     from megatron_rl.launch.quiet import configure_logging, open_console, quiet
 
-    export_environment(run_environment())
+    export_environment(run_environment(flow_of(config.precision)))
     console = open_console()
     configure_logging()
     log = Path(config.output_dir) / config.name / "third_party.log"

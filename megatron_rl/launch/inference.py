@@ -162,7 +162,7 @@ def run_quietly(
     from megatron_rl.launch.models import resolve_model
     from megatron_rl.launch.quiet import configure_logging, open_console, quiet
 
-    export_environment(run_environment())
+    export_environment(run_environment(flow_of(config.precision)))
     console = open_console()
     configure_logging()
     descriptor, name = tempfile.mkstemp(prefix="megatron-rl-", suffix=".log")

@@ -6,10 +6,14 @@ from its own modules (:class:`ModelReport`), and this module compares the report
 with each other. It looks inside neither engine, and imports no torch.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_rl.precision.environment import environment_violations
+from megatron_rl.precision.exactness import PlatformName
 from megatron_rl.precision.flow import PrecisionFlow, format_str
+from megatron_rl.precision.kernels import kernel_violation
 from megatron_rl.precision.partition import LinearPlan
 
 MAX_NAMES = 3
@@ -57,10 +61,16 @@ class ReportingPolicy(Reports, Protocol):
     plan: LinearPlan
 
 
-def audit(policy: ReportingPolicy, engine: Reports) -> list[str]:
+def audit(policy: ReportingPolicy, engine: Reports, *, platform: PlatformName = "cpu") -> list[str]:
     """Compares the live modules of policy and engine with the flow and with each other.
 
     To be called after a weight sync. A collective wherever ``policy.report`` is one.
+
+    Args:
+        policy: The training side.
+        engine: The rollout side.
+        platform: Where both compute. On CUDA no operator is shared, and the process must have the
+            environment that the flow needs.
 
     Returns:
         One sentence a violation, naming both sides; empty when rollout computes what training does.
@@ -81,7 +91,12 @@ def audit(policy: ReportingPolicy, engine: Reports) -> list[str]:
             found += _compare(
                 module, trained.linears[module], served.linears[module], flow, quantised
             )
-    for operator in flow.shared_operators:
+            fault = kernel_violation(served.linears[module].kernel, platform)
+            if fault and quantised and flow.serves_quantised:
+                found.append(f"{module}: the rollout engine's product {fault}")
+    if platform == "cuda":
+        found += environment_violations(flow, os.environ)
+    for operator in flow.shared_operators if platform == "cpu" else ():
         missing = [
             side
             for side, report in (("the policy", trained), ("the rollout engine", served))

@@ -7,8 +7,10 @@ the two sides cannot be set apart by accident.
 from dataclasses import asdict
 from typing import Any
 
+from megatron_rl.precision.exactness import PlatformName
 from megatron_rl.precision.flow import DType, PrecisionFlow
 from megatron_rl.precision.formats import BlockFormat, Element
+from megatron_rl.precision.kernels import vllm_engine_options
 from megatron_rl.precision.partition import LinearPlan
 from megatron_rl.precision.wire import quantization_config
 
@@ -60,14 +62,18 @@ def megatron_loss_scale(flow: PrecisionFlow) -> dict[str, Any]:
     }
 
 
-def vllm_precision(flow: PrecisionFlow, plan: LinearPlan) -> dict[str, Any]:
+def vllm_precision(
+    flow: PrecisionFlow, plan: LinearPlan, *, platform: PlatformName = "cpu"
+) -> dict[str, Any]:
     """Engine arguments of vLLM that the flow decides.
 
     Args:
         flow: The flow.
         plan: Which linear layers of the model it quantises.
+        platform: Where rollout computes. Operators are shared on a CPU only.
     """
-    additional: dict[str, Any] = {SHARED_OPERATORS: list(flow.shared_operators)}
+    shared = list(flow.shared_operators) if platform == "cpu" else []
+    additional: dict[str, Any] = {SHARED_OPERATORS: shared}
     overrides: dict[str, Any] = {}
     arguments: dict[str, Any] = {
         "dtype": flow.compute_dtype,
@@ -80,6 +86,7 @@ def vllm_precision(flow: PrecisionFlow, plan: LinearPlan) -> dict[str, Any]:
         overrides["quantization_config"] = quantization_config(flow, plan)
         # The checkpoint is not quantised; the first weight sync brings codes and scales.
         arguments["load_format"] = "dummy"
+        arguments |= vllm_engine_options(platform)
     if flow.lm_head != flow.compute_dtype:
         overrides["head_dtype"] = flow.lm_head
     if overrides:

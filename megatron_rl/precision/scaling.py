@@ -78,6 +78,11 @@ def scale_from_amax(
     return scale.masked_fill((amax == 0) | (amax == torch.inf), 1.0)
 
 
+def powers_of_two(scales: torch.Tensor) -> bool:
+    """Whether every one of some float32 scales is a (positive) power of two."""
+    return bool((torch.frexp(scales)[0] == 0.5).all())
+
+
 def spans(size: int, block: int) -> Iterator[tuple[slice, slice, int]]:
     """Splits an axis into its whole blocks and the partial one at its end.
 

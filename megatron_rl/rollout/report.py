@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision import format_str
+from megatron_rl.platforms import current_platform
+from megatron_rl.precision import BlockFormat, format_str
 from megatron_rl.precision.audit import ModelReport, Operand
 from megatron_rl.precision.digests import canonical, digest
+from megatron_rl.precision.kernels import SERVING_KERNEL, deep_gemm_input_format
 from megatron_rl.precision.quantize import dequantize_block
+from megatron_rl.precision.scaling import powers_of_two
 from megatron_rl.rollout.shared_operators import live_operators
 
 READBACK_LIMIT = 2 * 10**11
@@ -27,7 +30,9 @@ def describe_model(model_runner: Any) -> ModelReport:
     whole = parallel.tensor_parallel_size == 1
     vocabulary = model_runner.vllm_config.model_config.get_vocab_size()
     linears = dict(_linears(model, vocabulary, whole))
-    return ModelReport(linears=linears, shared_operators=live_operators(model_runner))
+    # Operators are shared on a CPU only.
+    shared = live_operators(model_runner) if current_platform().name == "cpu" else ()
+    return ModelReport(linears=linears, shared_operators=shared)
 
 
 def _linears(model: torch.nn.Module, vocabulary: int, whole: bool) -> Iterator[tuple[str, Operand]]:
@@ -53,9 +58,10 @@ def _block(layer: Any, rows: list[int], whole: bool) -> list[Operand]:
     block_rows, block_columns = layer.weight_block_size
     codes, scale_inv = layer.weight.data, layer.weight_scale_inv.data
     element = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(codes.dtype)
-    mantissas = torch.frexp(scale_inv)[0]
-    rounding = "pow2" if bool((mantissas == 0.5).all()) else "fp32"
-    declared = getattr(kernel, "input_format", None)
+    # DeepGEMM packs the scales for Blackwell, as exponents; they are compared no further.
+    is_packed = scale_inv.dtype != torch.float32
+    rounding = "pow2" if is_packed or powers_of_two(scale_inv) else "fp32"
+    declared = _input_format(kernel)
     fault = None
     dequantised = getattr(layer, "dequantised_weight", None)
     if dequantised is not None:
@@ -64,17 +70,27 @@ def _block(layer: Any, rows: list[int], whole: bool) -> list[Operand]:
         if not torch.equal(expected, dequantised):
             fault = "what it multiplies by is not its codes times its scales"
     scale_rows = [-(-count // block_rows) for count in rows]
-    parts = zip(codes.split(rows), scale_inv.split(scale_rows), strict=True)
+    scale_parts = [None] * len(rows) if is_packed else scale_inv.split(scale_rows)
+    parts = zip(codes.split(rows), scale_parts, strict=True)
     return [
         Operand(
             weight=f"{element} {block_rows}x{block_columns} {rounding}",
             input="unquantised" if declared is None else declared.short_str(),
             kernel=type(kernel).__name__,
-            digest=digest(part, scales) if whole else None,
+            digest=digest(part, scales) if whole and scales is not None else None,
             fault=fault,
         )
         for part, scales in parts
     ]
+
+
+def _input_format(kernel: Any) -> BlockFormat | None:
+    """The format in which a kernel quantises inputs; None where that is not known here."""
+    if type(kernel).__name__ == SERVING_KERNEL["cuda"]:
+        quantiser = kernel.quant_fp8
+        shape = quantiser.group_shape
+        return deep_gemm_input_format(shape.row, shape.col, uses_e8m0=quantiser.use_ue8m0)
+    return getattr(kernel, "input_format", None)
 
 
 def _plain(layer: Any, rows: list[int], whole: bool) -> list[Operand]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.platforms import current_platform
 from megatron_rl.platforms.cpu_attention import BLOCK_SIZE_TOKENS
 from megatron_rl.precision import LinearPlan, PrecisionFlow, vllm_precision
 from megatron_rl.precision.audit import ModelReport
@@ -61,7 +62,7 @@ def engine_arguments(
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
         block_size=BLOCK_SIZE_TOKENS,
-        **vllm_precision(flow, plan),
+        **vllm_precision(flow, plan, platform=current_platform().name),
     )
     defaults: dict[str, Any] = dict(enable_prefix_caching=True)
     from vllm.engine.arg_utils import EngineArgs

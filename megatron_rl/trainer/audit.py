@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from megatron_rl.platforms import current_platform
 from megatron_rl.policy.policy import Policy
 from megatron_rl.precision.audit import audit, summarise
 from megatron_rl.rollout import Engine
@@ -14,7 +15,7 @@ def require_contained(policy: Policy, engine: Engine) -> None:
         ValueError: A rank found a violation; every rank raises it.
     """
     everyone: list[list[str]] = [[] for _ in range(policy.layout.world_size)]
-    dist.all_gather_object(everyone, audit(policy, engine))
+    dist.all_gather_object(everyone, audit(policy, engine, platform=current_platform().name))
     for rank, violations in enumerate(everyone):
         if violations:
             raise ValueError(

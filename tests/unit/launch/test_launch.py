@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl.launch.environment import export_environment, run_environment
 from megatron_rl.launch.models import cache_directory, resolve_model
+from megatron_rl.precision import resolve_flow
 
 QUIET = """
 import os, sys
@@ -52,12 +53,12 @@ def test_the_callers_thread_count_and_log_level_win(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    variables = run_environment()
+    variables = run_environment(resolve_flow("bf16"))
     assert variables["OMP_NUM_THREADS"] == "7" and variables["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert variables["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "10000")
-    assert run_environment()["OMP_NUM_THREADS"] == "1"
+    assert run_environment(resolve_flow("bf16"))["OMP_NUM_THREADS"] == "1"
 
 
 def test_model_lookup(tmp_path, tiny_model_dir, monkeypatch):
@@ -115,3 +116,10 @@ def test_a_write_that_cannot_fit_is_not_started(tmp_path, monkeypatch):
     )
     with pytest.raises(OSError, match=r"a checkpoint in .* needs 2\.0 GiB and 1\.0 GiB are free"):
         check_free_space(tmp_path, 2 * 2**30, "a checkpoint")
+
+
+def test_a_machine_with_a_driver_gets_the_variables_of_the_flow(monkeypatch, tmp_path):
+    monkeypatch.setattr("megatron_rl.launch.environment.NVIDIA_DRIVER", tmp_path)
+    assert run_environment(resolve_flow("fp8"))["VLLM_USE_DEEP_GEMM_E8M0"] == "1"
+    monkeypatch.setattr("megatron_rl.launch.environment.NVIDIA_DRIVER", tmp_path / "none")
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in run_environment(resolve_flow("fp8"))
