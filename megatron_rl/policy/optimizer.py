@@ -30,6 +30,7 @@ def build_optimizer(
             adam_eps=config.epsilon,
             clip_grad=config.clip_grad,
             use_distributed_optimizer=True,
+            fp8_recipe=chunks[0].config.fp8_recipe if chunks[0].config.fp8 else None,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
             **megatron_precision(flow),
             **megatron_loss_scale(flow),

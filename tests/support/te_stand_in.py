@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 
 from megatron_rl.precision.quantize import dequantize_block, quantize_block
+from support import te_optimizer_stand_in
 
 FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 UNWRITTEN = 3.0
@@ -120,7 +121,7 @@ def install() -> None:
     tex.FP8FwdTensors = _numbered("FP8FwdTensors", " ".join(gemms.format(i) for i in (1, 2, 3)))
     gradients = "GRAD_OUTPUT{0} GRAD_INPUT{0}"
     tex.FP8BwdTensors = _numbered("FP8BwdTensors", " ".join(gradients.format(i) for i in (1, 2, 3)))
-    for function in (quantize, generic_gemm):
+    for function in (quantize, generic_gemm, *te_optimizer_stand_in.FUNCTIONS):
         setattr(tex, function.__name__, function)
     tex.get_cublasLt_version = lambda: 130000
     tex.get_cudnn_version = lambda: 92400

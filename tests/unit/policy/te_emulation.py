@@ -5,6 +5,7 @@ Megatron's wrappers, TE's modules, recipe, quantisers and tensors are the real o
 compute is the reference quantiser's (`support.te_stand_in`).
 """
 
+import contextlib
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from megatron_rl.policy.fp8_linear import block_scaled_linears  # noqa: E402
 from megatron_rl.policy.model import tokens_multiple  # noqa: E402
 from megatron_rl.policy.packing import PromptGroup, Response  # noqa: E402
 from megatron_rl.policy.parallel import initialize  # noqa: E402
-from megatron_rl.policy.policy import FrozenPolicy  # noqa: E402
+from megatron_rl.policy.policy import FrozenPolicy, Policy  # noqa: E402
 from megatron_rl.precision import quantize_block, resolve_flow, te  # noqa: E402
 from megatron_rl.precision.environment import environment_violations  # noqa: E402
 
@@ -67,6 +68,11 @@ def cuda():
     with (
         te_stand_in.pretend_cuda(),
         mock.patch("megatron_rl.platforms.device.Platform", EmulatedCuda),
+        # gloo writes garbage where one coalesced all-gather holds two dtypes: codes and BF16 norms.
+        mock.patch(
+            "megatron.core.distributed.param_and_grad_buffer._coalescing_manager",
+            lambda *_, **__: contextlib.nullcontext(),
+        ),
     ):
         yield
 
@@ -76,11 +82,14 @@ def flow_named(name="fp8", **roles):
     return replace(resolve_flow(name), shared_operators=(), **roles)
 
 
-def build(layout, path, flow, **megatron):
+def build(layout, path, flow, kind=FrozenPolicy, **megatron):
     reader = HFReader(path)
-    config = PolicyConfig(megatron=megatron)
-    policy = FrozenPolicy(model_spec(reader.config), flow, config, layout)
-    policy.load(reader, list(reader))
+    config = PolicyConfig(megatron=megatron, optimizer={"lr": 1e-3})
+    policy = kind(model_spec(reader.config), flow, config, layout)
+    unrounded = policy.load(reader, list(reader))
+    if kind is Policy:
+        with mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", True):
+            policy.make_trainable(10, unrounded)
     return policy
 
 
@@ -295,3 +304,34 @@ def test_a_format_that_te_does_not_compute_is_refused(emulated):
     flow = resolve_flow({"base": "fp8", "linear_weight": "e4m3 1x128"})
     with pytest.raises(ValueError, match="linear_weight is e4m3 1x128 pow2.*e4m3 128x128"):
         emulated(flow=replace(flow, shared_operators=()))
+
+
+def likelihood(logprobs, entropy, rows, columns):
+    return -logprobs.sum() / 27
+
+
+def steps(policy):
+    """Two optimizer steps; the codes served after each, and the gradient norms."""
+    served, norms = [], []
+    for _ in range(2):
+        norms.append(policy.update(GROUPS, SHAPE, likelihood, temperature=1.0).grad_norm)
+        served.append(
+            {name: tensor.clone() for name, tensor in policy.served_tensors() if "proj" in name}
+        )
+    return served, norms
+
+
+@pytest.fixture(scope="module")
+def trained(layout, tiny_model_dir):
+    """The CPU path's codes and gradient norms of the same two steps."""
+    return steps(build(layout, tiny_model_dir("qwen3", **SIZES), flow_named(), Policy))
+
+
+@BOTH_STORES
+def test_codes_after_optimizer_steps_are_the_cpu_paths(emulated, trained, fp8_param):
+    served, norms = steps(emulated(kind=Policy, fp8_param=fp8_param))
+    assert norms == trained[1]
+    for ours, expected in zip(served, trained[0], strict=True):
+        assert [name for name in expected if not same_bytes(ours[name], expected[name])] == []
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not same_bytes(served[0][name], served[1][name])
