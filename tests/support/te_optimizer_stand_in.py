@@ -13,6 +13,13 @@ from megatron_rl.precision.scaling import block_amax, scale_from_amax
 FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
+def use_torch_adam() -> None:
+    """Makes Megatron take torch's Adam for good, although TE is there with its own."""
+    import megatron.core.optimizer
+
+    megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
+
+
 def multi_tensor_l2norm(
     chunk: int, overflow: Any, lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:

@@ -121,7 +121,8 @@ def install() -> None:
     tex.FP8FwdTensors = _numbered("FP8FwdTensors", " ".join(gemms.format(i) for i in (1, 2, 3)))
     gradients = "GRAD_OUTPUT{0} GRAD_INPUT{0}"
     tex.FP8BwdTensors = _numbered("FP8BwdTensors", " ".join(gradients.format(i) for i in (1, 2, 3)))
-    for function in (quantize, generic_gemm, *te_optimizer_stand_in.FUNCTIONS):
+    own = (quantize, generic_gemm, create_empty_quantized_tensor, swap_first_dims)
+    for function in (*own, *te_optimizer_stand_in.FUNCTIONS):
         setattr(tex, function.__name__, function)
     tex.get_cublasLt_version = lambda: 130000
     tex.get_cudnn_version = lambda: 92400
@@ -247,6 +248,23 @@ def _operand(tensor: Any, rowwise: bool) -> torch.Tensor:
     return dequantize_block(matrix, scale_inv[:, : matrix.shape[0]].t().contiguous(), (1, 128))
 
 
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
+) -> Any:
+    """A tensor of the quantiser's usages, to be filled by a collective."""
+    return quantize(torch.zeros(shape, dtype=dtype), quantizer)
+
+
+def swap_first_dims(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """Undoes the interleaving of gathered shards of transposed data."""
+    out.copy_(tensor.transpose(0, 1))
+
+
+def _one_by_one(*_: Any, **__: Any) -> Any:
+    """In place of a coalescing manager: gloo writes garbage where one call holds two dtypes."""
+    return contextlib.nullcontext(types.SimpleNamespace(wait=lambda: None))
+
+
 class _Stream:
     """A CUDA stream or event on which nothing ever waits."""
 
@@ -284,6 +302,7 @@ def pretend_cuda() -> Iterator[None]:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch("torch.version.cuda", "13.0"))
+        stack.enter_context(mock.patch("torch.distributed._coalescing_manager", _one_by_one))
         for name, value in {
             "is_cuda": property(lambda tensor: True),
             "cuda": lambda tensor, *_, **__: tensor,
@@ -299,4 +318,27 @@ def pretend_cuda() -> Iterator[None]:
                 classmethod(lambda cls, **_: None),
             )
         )
+        yield
+
+
+class _Platform(types.SimpleNamespace):
+    """What `current_platform` makes while the CPU stands in for CUDA."""
+
+    device = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def emulated_cuda() -> Iterator[None]:
+    """Within it, TE and our policy take this process for one with CUDA.
+
+    The policy's parallel state must have been initialised before, on the CPU platform: that is what
+    lets Megatron run here.
+    """
+    with (
+        pretend_cuda(),
+        mock.patch("megatron_rl.platforms.device.Platform", _Platform),
+        mock.patch(
+            "megatron.core.distributed.param_and_grad_buffer._coalescing_manager", _one_by_one
+        ),
+    ):
         yield

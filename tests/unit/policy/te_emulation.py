@@ -5,7 +5,6 @@ Megatron's wrappers, TE's modules, recipe, quantisers and tensors are the real o
 compute is the reference quantiser's (`support.te_stand_in`).
 """
 
-import contextlib
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,9 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from support import te_stand_in
+from support import te_optimizer_stand_in, te_stand_in
 
 te_stand_in.install()
+te_optimizer_stand_in.use_torch_adam()
 
 from megatron.core.fp8_utils import get_fp8_recipe  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
@@ -50,12 +50,6 @@ SHAPE = (3, 9)
 BOTH_STORES = pytest.mark.parametrize("fp8_param", [False, True], ids=["bf16_param", "fp8_param"])
 
 
-class EmulatedCuda(SimpleNamespace):
-    """What `current_platform` makes while the CPU stands in for CUDA."""
-
-    device = torch.device("cpu")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def layout():
     """Made on the CPU platform: it lets Megatron run here."""
@@ -64,16 +58,7 @@ def layout():
 
 @pytest.fixture
 def cuda():
-    """TE and our policy take this process for one with CUDA."""
-    with (
-        te_stand_in.pretend_cuda(),
-        mock.patch("megatron_rl.platforms.device.Platform", EmulatedCuda),
-        # gloo writes garbage where one coalesced all-gather holds two dtypes: codes and BF16 norms.
-        mock.patch(
-            "megatron.core.distributed.param_and_grad_buffer._coalescing_manager",
-            lambda *_, **__: contextlib.nullcontext(),
-        ),
-    ):
+    with te_stand_in.emulated_cuda():
         yield
 
 
@@ -88,8 +73,7 @@ def build(layout, path, flow, kind=FrozenPolicy, **megatron):
     policy = kind(model_spec(reader.config), flow, config, layout)
     unrounded = policy.load(reader, list(reader))
     if kind is Policy:
-        with mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", True):
-            policy.make_trainable(10, unrounded)
+        policy.make_trainable(10, unrounded)
     return policy
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.precision import resolve_flow
 from megatron_rl.precision.environment import flow_environment
+from support.launch import run_distributed
 
 ROOT = Path(__file__).parents[3]
 LOCK = ROOT / "requirements" / "te-emulation.lock"
@@ -37,11 +38,14 @@ def te_package(pytestconfig) -> Path:
     return folder
 
 
+def environment(te_package):
+    paths = [str(ROOT), str(ROOT / "tests"), str(te_package), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return flow_environment(resolve_flow("fp8")) | variables
+
+
 @pytest.mark.slow
 def test_emulated_cuda_path(te_package):
-    paths = [str(ROOT), str(te_package), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | flow_environment(resolve_flow("fp8"))
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
         [*command, str(Path(__file__).with_name("te_emulation.py"))],
@@ -49,6 +53,21 @@ def test_emulated_cuda_path(te_package):
         text=True,
         timeout=600,
         cwd=ROOT,
-        env=environment,
+        env=os.environ | environment(te_package),
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("sequence_parallel", ["false", "true"], ids=["tp2", "tp2_sp"])
+def test_emulated_cuda_path_at_tp_2(te_package, tiny_model_dir, sequence_parallel):
+    # 768 / 2 / 128 = 3 columns of scales a rank, which TE rounds up to 4 on each.
+    sizes = {"hidden_size": 256, "head_dim": 128, "ffn_hidden_size": 768, "num_layers": 1}
+    run_distributed(
+        Path(__file__).with_name("te_layout.py"),
+        2,
+        [str(tiny_model_dir("qwen3", **sizes)), sequence_parallel],
+        timeout_s=600,
+        env=environment(te_package),
+    )
