@@ -77,6 +77,26 @@ class DataSourceConfig(ConfigSection):
         return self
 
 
+class PerfectibleConfig(ConfigSection):
+    """Which training prompts a run keeps by what the starting policy makes of them."""
+
+    min_accuracy: float = Field(default=0.2, ge=0, le=1)
+    """Least share of right answers, included."""
+    max_accuracy: float = Field(default=0.8, ge=0, le=1)
+    """Largest share of right answers, included."""
+    num_samples: int = Field(default=16, gt=0)
+    """Answers to each prompt, sampled at ``rollout.temperature``."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "PerfectibleConfig":
+        if self.min_accuracy > self.max_accuracy:
+            raise ValueError(
+                f"min_accuracy={self.min_accuracy:g} is above max_accuracy={self.max_accuracy:g}; "
+                "swap them"
+            )
+        return self
+
+
 class DataConfig(ConfigSection):
     """Prompts for training and for evaluation."""
 
@@ -92,6 +112,9 @@ class DataConfig(ConfigSection):
     """What to do with a longer prompt: stop and name its row, or drop it and count."""
     shuffle: bool = True
     """Shuffle the training prompts anew every epoch (seeded)."""
+    perfectible: PerfectibleConfig | None = None
+    """Train on the prompts whose sampled accuracy lies in a range before the first step; off by
+    default, ``{}`` takes the range's defaults."""
 
 
 class RewardConfig(ConfigSection):

@@ -24,6 +24,7 @@ from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.trainer.components import Inputs, RunParts, build_components, load_inputs
 from megatron_rl.trainer.flow_status import FlowStatus, flow_status
 from megatron_rl.trainer.loop import TrainerState, train
+from megatron_rl.trainer.perfectible import with_perfectible_prompts
 from megatron_rl.trainer.recorder import RunRecorder
 from megatron_rl.trainer.run_directory import prepare_run_directory, run_directory
 from megatron_rl.trainer.sft import build_sft_components, fine_tune, load_sft_inputs
@@ -127,6 +128,10 @@ def run_stages(
     with quiet(run_dir / "third_party.log"):
         parts = stages.build_components(config, inputs, layout)
     try:
+        with quiet(run_dir / "third_party.log"):
+            parts = with_perfectible_prompts(
+                parts, run_dir, is_resumed=resume_from is not None, tell=console.message
+            )
         state = TrainerState()
         if resume_from is not None:
             trainer = load_checkpoint(resume_from, parts.policy)
