@@ -34,7 +34,11 @@ from megatron_rl.policy.checkpoint_files import (
     read_manifest,
     staging_path,
 )
-from megatron_rl.policy.optimizer import initialize_state, torch_optimizers
+from megatron_rl.policy.optimizer import (
+    initialize_state,
+    parameters_from_masters,
+    torch_optimizers,
+)
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.policy.policy import Policy
 
@@ -161,6 +165,9 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
         state = dist_checkpointing.load(request, str(directory))
         policy.model.load_state_dict(state["model"])
         policy.optimizer.load_state_dict(state["optimizer"])
+        if policy.megatron_config.fp8_param:
+            # A checkpoint holds values, for which other codes and scales may stand as well.
+            parameters_from_masters(policy.optimizer, policy.ddp)
     policy.weights_changed()
     if policy.loss_scale is not None:
         policy.loss_scale.load_state_dict(state["loss_scale"])

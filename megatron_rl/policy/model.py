@@ -70,7 +70,7 @@ def transformer_config(
 
     Raises:
         ValueError: ``policy.megatron`` names an unknown option, or one that the model or the flow
-            decides.
+            decides; or the device cannot compute the flow.
     """
     pp = config.pipeline_model_parallel_size
     if spec.num_layers % pp:
@@ -112,8 +112,15 @@ def transformer_config(
         **megatron_precision(flow),
     )
     if uses_transformer_engine(flow):
+        if problem := te.device_violation(flow, torch.cuda.get_device_capability()):
+            raise ValueError(problem)
         # Parameters must be on the device for TE to quantise them.
         derived |= te.megatron_options(flow) | {"use_cpu_initialization": False}
+        if config.overlap_param_gather and config.megatron.get("fp8_param"):
+            raise ValueError(
+                "policy.overlap_param_gather=true leaves the transposed codes of "
+                "policy.megatron.fp8_param=true behind the others; set one of them to false"
+            )
     elif config.megatron.get("fp8_param"):
         raise ValueError(
             "policy.megatron.fp8_param=true keeps parameters in FP8, which needs CUDA and a flow "

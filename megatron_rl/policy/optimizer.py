@@ -50,6 +50,13 @@ def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [part.optimizer for part in parts if getattr(part, "optimizer", None) is not None]
 
 
+def parameters_from_masters(optimizer: Any, ddp: DistributedDataParallel) -> None:
+    """Makes the parameters anew from the FP32 master weights, as a step does; a collective."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part._copy_main_params_to_model_params()
+    ddp.start_param_sync()
+
+
 def initialize_state(optimizer: Any) -> None:
     """Creates zero moments, so that a checkpoint loads into an optimizer that never stepped."""
     for inner in torch_optimizers(optimizer):

@@ -72,6 +72,32 @@ def megatron_options(flow: PrecisionFlow) -> dict[str, Any]:
     return {"fp8": "e4m3" if gradient == "e4m3" else "hybrid", "fp8_recipe": RECIPE}
 
 
+def device_violation(flow: PrecisionFlow, capability: tuple[int, int]) -> str | None:
+    """Why a CUDA device cannot compute the flow's block-scaled products; None where it can.
+
+    Args:
+        flow: The flow.
+        capability: Compute capability of the device, such as ``(9, 0)``.
+    """
+    name = ".".join(map(str, capability))
+    if capability != (9, 0) and capability[0] != 10:
+        return (
+            f"flow {flow.name!r} multiplies block-scaled FP8, which needs a device of compute "
+            f"capability 9.0 (Hopper) or 10.x (Blackwell), and this one has {name}; use bf16"
+        )
+    formats = training_formats(flow)
+    if capability[0] == 10 and "fp32" in (
+        formats.weight.scale_rounding,
+        formats.input.scale_rounding,
+        formats.output_gradient.scale_rounding,
+    ):
+        return (
+            f"flow {flow.name!r} has fp32 scales, and a device of compute capability {name} takes "
+            "powers of two only; use pow2"
+        )
+    return None
+
+
 def configure_recipe(flow: PrecisionFlow) -> None:
     """Gives TE's block-scaling recipe the flow's scale rounding and floors; imports TE.
 

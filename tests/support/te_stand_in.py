@@ -290,6 +290,8 @@ def pretend_cuda() -> Iterator[None]:
         "get_device_capability": lambda *_: (9, 0),
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *_: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda *_: None,
         "Stream": _Stream,
         "Event": _Stream,
         "current_stream": lambda *_: _Stream(),

@@ -29,8 +29,9 @@ from checkpoints_tools.hf import HFReader  # noqa: E402
 from megatron_rl.config import PolicyConfig  # noqa: E402
 from megatron_rl.models import model_spec  # noqa: E402
 from megatron_rl.policy import te_export  # noqa: E402
+from megatron_rl.policy.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from megatron_rl.policy.fp8_linear import block_scaled_linears  # noqa: E402
-from megatron_rl.policy.model import tokens_multiple  # noqa: E402
+from megatron_rl.policy.model import tokens_multiple, transformer_config  # noqa: E402
 from megatron_rl.policy.packing import PromptGroup, Response  # noqa: E402
 from megatron_rl.policy.parallel import initialize  # noqa: E402
 from megatron_rl.policy.policy import FrozenPolicy, Policy  # noqa: E402
@@ -328,3 +329,25 @@ def test_codes_after_optimizer_steps_are_the_cpu_paths(emulated, trained, fp8_pa
         assert [name for name in expected if not same_bytes(ours[name], expected[name])] == []
     name = "model.layers.0.mlp.up_proj.weight"
     assert not same_bytes(served[0][name], served[1][name])
+
+
+@BOTH_STORES
+def test_a_checkpoint_restores_masters_and_codes(emulated, tmp_path, fp8_param):
+    options = {"sizes": IN_BF16, "kind": Policy, "fp8_param": fp8_param}
+    policy, restored = emulated(**options), emulated(**options)
+    served = steps(policy)[0][-1]
+    load_checkpoint(save_checkpoint(tmp_path, 2, policy, {}, keep=1), restored)
+    ours = dict(restored.served_tensors())
+    assert [name for name in served if not same_bytes(ours[name], served[name])] == []
+    masters = [dict(p.model.named_parameters()) for p in (policy, restored)]
+    assert all(torch.equal(masters[0][n].main_param, masters[1][n].main_param) for n in masters[0])
+
+
+def test_parameters_in_fp8_are_refused_where_they_cannot_be_kept(emulated, layout, tiny_model_dir):
+    spec = model_spec(HFReader(tiny_model_dir("qwen3", **SIZES)).config)
+    overlap = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+    config = PolicyConfig(megatron={"fp8_param": True}, **overlap)
+    with pytest.raises(ValueError, match="overlap_param_gather=true"):
+        transformer_config(spec, flow_named(), config)
+    with pytest.raises(ValueError, match="flow that trains quantised"):
+        transformer_config(spec, flow_named("bf16"), config)

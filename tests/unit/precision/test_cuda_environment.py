@@ -7,6 +7,7 @@ from megatron_rl.precision.audit import ModelReport, Operand
 from megatron_rl.precision.environment import environment_violations, flow_environment
 from megatron_rl.precision.kernels import SERVING_KERNEL, deep_gemm_input_format
 from megatron_rl.precision.partition import LinearPlan, LinearShape
+from megatron_rl.precision.te import device_violation
 
 FP32_SCALES = {
     "base": "fp8",
@@ -101,3 +102,19 @@ def test_inputs_with_fp32_scales_are_caught(right_environment):
 def test_a_process_without_the_environment_is_caught(monkeypatch):
     monkeypatch.delenv(NVTE, raising=False)
     assert any(NVTE in text for text in audit(Side(), Side(), platform="cuda"))
+
+
+@pytest.mark.parametrize(
+    "choice, capability, what",
+    [
+        ("fp8", (9, 0), None),
+        ("fp8", (10, 3), None),
+        (FP32_SCALES, (9, 0), None),
+        (FP32_SCALES, (10, 0), "powers of two only"),
+        ("fp8", (8, 9), "this one has 8.9"),
+        ("fp8", (12, 0), "this one has 12.0"),
+    ],
+)
+def test_devices_that_compute_a_flow(choice, capability, what):
+    violation = device_violation(resolve_flow(choice), capability)
+    assert violation is None if what is None else what in violation
