@@ -8,6 +8,7 @@ here.
 
 import difflib
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,7 @@ def engine_arguments(
         max_num_batched_tokens=max(max_model_len, 8192),
         seed=0,
         tensor_parallel_size=config.tensor_parallel_size,
-        # Under a launcher each rank builds its own worker; "uni" would put all on one device.
-        distributed_executor_backend="external_launcher"
-        if config.tensor_parallel_size > 1
-        else "uni",
+        distributed_executor_backend=_executor(config.tensor_parallel_size),
         disable_log_stats=True,
         worker_extension_cls=WORKER_EXTENSION,
         block_size=BLOCK_SIZE_TOKENS,
@@ -79,6 +77,12 @@ def engine_arguments(
                 "and cannot be set here; remove it"
             )
     return derived | defaults | config.vllm
+
+
+def _executor(tp_size: int) -> str:
+    """Under a launcher each rank builds its own worker; "uni" would put all on one CUDA device."""
+    many_devices = current_platform().name == "cuda" and "RANK" in os.environ
+    return "external_launcher" if tp_size > 1 or many_devices else "uni"
 
 
 class VLLMEngine(Engine):
