@@ -8,7 +8,7 @@ target, for numbers that the loss already tells.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -94,7 +94,8 @@ def load_sft_inputs(config: SFTConfig, model_path: Path) -> Inputs:
         model_path=model_path,
         spec=spec,
         eos_token_ids=eos,
-        flow=flow_of(config.precision),
+        # Nothing is sampled to train on: no operator needs the bits of a rollout engine's.
+        flow=replace(flow_of(config.precision), shared_operators=()),
         tokenizer=tokenizer,
         stop_token_ids=tokenizer.stop_token_ids(config.evaluation.stop),
         train_prompts=list(train),
