@@ -12,12 +12,13 @@ from typing import Any
 
 from benchmarks._common import Turns
 from megatron_rl.launch.environment import export_environment, run_environment
+from megatron_rl.precision import resolve_flow
 
 
 def main() -> None:
     turns = Turns()
     job = turns.wait()
-    export_environment(run_environment())
+    export_environment(run_environment(resolve_flow("bf16")))
 
     from benchmarks.contenders._recipe import load_recipe
     from megatron_rl.policy import parallel

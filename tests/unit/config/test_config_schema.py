@@ -5,7 +5,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -35,7 +35,7 @@ def fields_by_path(section=RunConfig, prefix=()):
         yield prefix, name
         inner = section_of(field.annotation)
         if inner:
-            is_list = inner is not field.annotation
+            is_list = get_origin(field.annotation) is tuple
             yield from fields_by_path(inner, (*prefix, name, *(("0",) if is_list else ())))
 
 
