@@ -62,6 +62,8 @@ def main() -> None:
             )
             turns.wait()
 
+        def gate(self, finding: object) -> None: ...
+
         def evaluation(self, step: int, evaluation: Any) -> None:
             raise AssertionError("the recipe has no held-out prompts")
 

@@ -44,7 +44,7 @@ def one_process(tmp_path_factory, model):
 @pytest.mark.parametrize(
     ("nproc", "options"),
     [
-        (2, {TP: 2}),
+        pytest.param(2, {TP: 2}, marks=pytest.mark.slow),
         (2, {TP: 2, SP: True}),
         (2, {PP: 2}),
         (2, {}),
@@ -82,6 +82,7 @@ def test_a_layout_trains_like_one_process(tmp_path, model, one_process, nproc, o
             assert (which[name] - tensor).norm() <= 1e-3 * moved, name
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_overlap_changes_no_bit_and_a_save_has_the_gathered_weights(tmp_path, tiny_model_dir):
     """In BF16, where master weights are apart, so that stale parameters would show.
@@ -135,7 +136,10 @@ def test_bf16_with_an_untied_head(tmp_path, tiny_model_dir):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("saved_at", "resumed_at"),
-    [((2, {TP: 2}), (2, {PP: 2})), ((2, {}), (1, {}))],
+    [
+        ((2, {TP: 2}), (2, {PP: 2})),
+        pytest.param((2, {}), (1, {}), marks=pytest.mark.slow),
+    ],
     ids=["tp2-to-pp2", "dp2-to-one"],
 )
 def test_a_checkpoint_continues_at_another_layout(

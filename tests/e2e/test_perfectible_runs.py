@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from megatron_rl.trainer.perfectible import FILE_NAME
 from support.tiny_run import metrics_of, train, write_recipe
 
@@ -12,6 +14,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_and_its_continuation_train_on_the_set(tmp_path, tiny_model_dir):
     recipe = write_recipe(
         tmp_path,

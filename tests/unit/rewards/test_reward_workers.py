@@ -176,7 +176,7 @@ def test_an_interrupt_ends_the_program_and_its_workers(user_file, tmp_path):
     while not (note.exists() and note.read_text()):
         time.sleep(0.02)
     os.killpg(program.pid, signal.SIGINT)
-    _, errors = program.communicate(timeout=20)
+    _, errors = program.communicate(timeout=60)
     assert "KeyboardInterrupt" in errors
     assert ended(worker) and ended(int(note.read_text()))
 
@@ -184,7 +184,7 @@ def test_an_interrupt_ends_the_program_and_its_workers(user_file, tmp_path):
 def test_an_idle_worker_ends_with_its_trainer(user_file):
     program = start_program(user_file, "score", 60)
     worker = int(program.stdout.readline())
-    program.communicate(timeout=20)
+    program.communicate(timeout=60)
     assert program.returncode == 0 and ended(worker)
 
 
