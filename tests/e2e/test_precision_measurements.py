@@ -45,11 +45,14 @@ def test_a_comparison_of_an_unknown_flow_is_refused(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_attribution_shows_that_every_operator_counts(recipe):
+def test_attribution_shows_which_operators_count(recipe):
     result = megatron_rl("precision", "attribute", "--config", recipe, "--prompts", "8")
     assert result.returncode == 0, result.stdout + result.stderr
     _, _, *rows = table(result.stdout)
     mean = {row[0]: float(row[1]) for row in rows}
     assert mean["all shared"] == 0.0
-    others = [value for label, value in mean.items() if label != "all shared"]
-    assert len(others) == 7 and min(others) > 0.0
+    # vLLM may compute RoPE with torch by itself; norm and attention it never does as the trainer.
+    differing = {label: value for label, value in mean.items() if "rope" not in label}
+    del differing["all shared"]
+    assert len(mean) == 8 and len(differing) == 5 and min(differing.values()) > 0.0
+    assert mean["only rope"] > 0.0
