@@ -147,6 +147,9 @@ def test_closing_leaves_no_process(user_file):
 
 
 PROGRAM = """
+import signal
+# A shell starts its background jobs with SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megatron_rl.config import RewardConfig
 from megatron_rl.rewards.interface import RewardRequest
 from megatron_rl.rewards.manager import RewardManager
