@@ -266,6 +266,7 @@ class PolicyModel(GPTModel):
         )
         self.spec = spec
         self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self.head_in_fp32 = flow.lm_head == "float32"
         self.before_head: Callable[[torch.nn.Parameter], None] | None = None
         """Called with the output weight before the head reads it: no module's forward does."""
 
@@ -311,6 +312,8 @@ class PolicyModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         weight, shard = self.head()
         hidden = hidden.squeeze(1)
+        if self.head_in_fp32:
+            hidden, weight = hidden.float(), weight.float()
         if return_logits:
             return F.linear(hidden, weight[: shard.num_valid])
         return token_logprobs(

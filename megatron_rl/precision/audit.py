@@ -116,7 +116,8 @@ def summarise(violations: list[str]) -> str:
 def _compare(
     module: str, trained: Operand, served: Operand, flow: PrecisionFlow, quantised: bool
 ) -> list[str]:
-    plain = format_str(flow.lm_head if module == "lm_head" else flow.compute_dtype)
+    # An FP32 output layer is stored in the compute dtype too, and widened for its product.
+    plain = format_str(flow.compute_dtype)
     found = []
     for side, operand, weight, inputs in (
         ("the policy", trained, flow.linear_weight, flow.linear_input),

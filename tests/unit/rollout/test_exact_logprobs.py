@@ -88,3 +88,21 @@ def test_sampled_logprobs_are_reproduced_bit_for_bit(family, model, flow, tiny_m
         assert audit(policy, engine) == []
         train_one_step(policy, groups)
         engine.update_weights(stream_weights(policy, policy.flow), step + 1)
+
+
+def test_an_fp32_output_layer_is_computed_on_both_sides(tiny_model_dir):
+    """Not bit for bit: FP32 products depend on the number of rows."""
+    from support.tiny_engine import build_engine, build_policy
+
+    path = tiny_model_dir("llama")
+    policy = build_policy(path, {"base": "bf16", "lm_head": "fp32"}, lr=1e-3)
+    engine = build_engine(path, policy)
+    engine.update_weights(stream_weights(policy, policy.flow), 0)
+    found, groups = differences(policy, engine, 0, 1.0)
+    assert found.abs().max() < 1e-5
+    assert audit(policy, engine) == []
+    plain = build_policy(path, "bf16", lr=1e-3)
+    shape = (sum(len(g.responses) for g in groups), 24)
+    ours, theirs = (p.score(groups, shape, temperature=1.0).logprobs for p in (policy, plain))
+    assert 1e-4 < (ours - theirs).abs().max() < 0.1
+    train_one_step(policy, groups)
