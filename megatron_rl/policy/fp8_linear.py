@@ -28,11 +28,14 @@ from megatron.core.tensor_parallel import (
 )
 
 from megatron_rl.models.layout import same_bits
-from megatron_rl.precision import BlockFormat
-from megatron_rl.precision.engines import element_dtype
 from megatron_rl.precision.formats import LinearFormats
-from megatron_rl.precision.products import block_linear, operand, operand_dtype
-from megatron_rl.precision.quantize import dequantize_block, quantize_block
+from megatron_rl.precision.products import (
+    block_linear,
+    operand,
+    operand_dtype,
+    quantize_operand,
+)
+from megatron_rl.precision.quantize import dequantize_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +74,6 @@ class BlockScaledLinear(abc.ABC):
         """To be called whenever the weight has changed."""
 
 
-def quantise(weight: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a weight ``[N, K]``."""
-    return quantize_block(
-        weight, fmt.block_shape, fmt.scale_rounding, element_dtype(fmt.element), fmt.amax_epsilon
-    )
-
-
 def weight_fault(held: QuantisedWeight, fresh: QuantisedWeight) -> str | None:
     """How codes and scales in use differ from those made of the weight now, or None."""
     if not same_bits(held.codes, fresh.codes):
@@ -96,7 +92,7 @@ class _EmulatedLinear(BlockScaledLinear):
         """See the base class; made at the first use after :meth:`invalidate`."""
         if self._held is None:
             fmt, weight = self.formats.weight, self.weight.detach()
-            codes, scale_inv = quantise(weight, fmt)
+            codes, scale_inv = quantize_operand(weight, fmt)
             dequantised = dequantize_block(
                 codes, scale_inv, fmt.block_shape, operand_dtype(fmt, weight.dtype)
             )

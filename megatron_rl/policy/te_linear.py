@@ -20,11 +20,11 @@ from megatron.core.fp8_utils import get_fp8_recipe
 from megatron_rl.policy.fp8_linear import (
     BlockScaledLinear,
     QuantisedWeight,
-    quantise,
     weight_fault,
 )
 from megatron_rl.policy.te_export import is_quantised_tensor, read_codes
 from megatron_rl.precision.formats import LinearFormats
+from megatron_rl.precision.products import quantize_operand
 from megatron_rl.precision.te import quantizer_format, recipe_formats
 
 
@@ -59,7 +59,7 @@ class _TransformerEngineLinear(BlockScaledLinear):
         """
         if is_quantised_tensor(self.weight):
             return read_codes(self.weight)
-        codes, scale_inv = quantise(self.weight.detach(), self.declared.weight)
+        codes, scale_inv = quantize_operand(self.weight.detach(), self.declared.weight)
         return QuantisedWeight(codes=codes, scale_inv=scale_inv)
 
     def operand_fault(self) -> str | None:

@@ -15,12 +15,19 @@ import torch.nn.functional as F
 
 from megatron_rl.precision.engines import element_dtype
 from megatron_rl.precision.formats import BlockFormat
-from megatron_rl.precision.quantize import quantize_dequantize
+from megatron_rl.precision.quantize import quantize_block, quantize_dequantize
 
 
 def operand_dtype(fmt: BlockFormat, dtype: torch.dtype) -> torch.dtype:
     """The dtype that holds a dequantised operand exactly: ``dtype`` itself, or FP32."""
     return dtype if fmt.scale_rounding == "pow2" else torch.float32
+
+
+def quantize_operand(x: torch.Tensor, fmt: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises ``x [M, K]`` in a format; codes and ``scale_inv`` as of ``quantize_block``."""
+    return quantize_block(
+        x, fmt.block_shape, fmt.scale_rounding, element_dtype(fmt.element), fmt.amax_epsilon
+    )
 
 
 def operand(x: torch.Tensor, fmt: BlockFormat, *, transposed: bool = False) -> torch.Tensor:

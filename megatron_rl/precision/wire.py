@@ -71,13 +71,9 @@ def encode(
     if not is_quantised_weight(name, plan):
         yield name, tensor
         return
-    from megatron_rl.precision.engines import element_dtype
-    from megatron_rl.precision.quantize import quantize_block
+    from megatron_rl.precision.products import quantize_operand
 
-    fmt = _weight_format(flow)
-    codes, scale_inv = quantize_block(
-        tensor, fmt.block_shape, fmt.scale_rounding, element_dtype(fmt.element), fmt.amax_epsilon
-    )
+    codes, scale_inv = quantize_operand(tensor, _weight_format(flow))
     yield name, codes
     yield scale_name(name), scale_inv
 

@@ -17,13 +17,13 @@ from checkpoints_tools.hf import HFReader
 from megatron_rl.config import RunConfig
 from megatron_rl.metrics.mismatch import mismatch_metrics
 from megatron_rl.policy import parallel
-from megatron_rl.policy.packing import PromptGroup, Response
 from megatron_rl.policy.policy import FrozenPolicy
 from megatron_rl.precision import PrecisionFlow
 from megatron_rl.precision.flow import SHAREABLE_OPERATORS
-from megatron_rl.rollout import Completion, Engine, Sampling, derive_seed
+from megatron_rl.rollout import Engine, Sampling, derive_seed
 from megatron_rl.sync import stream_weights
-from megatron_rl.trainer.components import Inputs, load_inputs
+from megatron_rl.trainer.batch import prompt_groups
+from megatron_rl.trainer.components import Inputs, build_engine, load_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,6 @@ class Attribution:
     """One row: which operators were shared, and how far the log-probs were apart."""
 
     label: str
-    shared: tuple[str, ...]
     num_tokens: int
     mean: float
     """Mean ``|dlogp|``."""
@@ -81,7 +80,7 @@ def attribute(
                 policy = FrozenPolicy(inputs.spec, flow, config.policy, layout)
                 reader = HFReader(model_path)
                 policy.load(reader, list(reader))
-                engine = _engine(config, inputs, policy)
+                engine = build_engine(config, replace(inputs, flow=flow), layout)
                 engines.append(engine)  # closing one would take vLLM's groups from the next
                 engine.update_weights(stream_weights(policy, flow), 0)
                 rows.append(_measure(config, inputs, policy, engine, label, num_prompts))
@@ -92,12 +91,6 @@ def attribute(
             parallel.shutdown()
             inputs.rewards.close()
     return rows
-
-
-def _engine(config: RunConfig, inputs: Inputs, policy: FrozenPolicy) -> Engine:
-    from megatron_rl.trainer.components import build_engine
-
-    return build_engine(config, replace(inputs, flow=policy.flow), policy)
 
 
 def _measure(
@@ -124,25 +117,13 @@ def _measure(
         length = len(completion.token_ids)
         rollout[row, :length] = torch.tensor(completion.logprobs)
         mask[row, :length] = True
-    groups = _groups(prompts, completions)
+    groups = prompt_groups(prompts, completions, range(len(completions)))
     scored = policy.score(groups, shape, temperature=sampling.temperature).logprobs
     metrics = mismatch_metrics(scored, rollout, mask)
     return Attribution(
         label=label,
-        shared=policy.flow.shared_operators,
         num_tokens=int(mask.sum()),
         mean=metrics["rollout_corr/logp_diff_abs_mean"],
         largest=metrics["rollout_corr/logp_diff_abs_max"],
         exact_share=metrics["rollout_corr/exact_share"],
     )
-
-
-def _groups(prompts: list[tuple[int, ...]], completions: list[Completion]) -> list[PromptGroup]:
-    members: dict[int, list[Response]] = {}
-    for row, completion in enumerate(completions):
-        response = Response(row=row, token_ids=completion.token_ids)
-        members.setdefault(completion.prompt_index, []).append(response)
-    return [
-        PromptGroup(prompt_ids=prompts[index], responses=tuple(responses))
-        for index, responses in sorted(members.items())
-    ]

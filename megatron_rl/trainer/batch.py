@@ -4,7 +4,7 @@ Row ``b`` of every ``[B, S]`` tensor is one response; rows of a prompt are adjac
 relies on it: groups are told apart by ``group_ids``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,16 +53,24 @@ class RolloutBatch:
         Args:
             rows: ``[B]`` bool, rows to include.
         """
-        wanted: dict[int, list[Response]] = {}
-        for row in rows.nonzero().flatten().tolist():
-            completion = self.completions[row]
-            wanted.setdefault(completion.prompt_index, []).append(
-                Response(row=row, token_ids=completion.token_ids)
-            )
-        return [
-            PromptGroup(prompt_ids=self.prompts[index].token_ids, responses=tuple(wanted[index]))
-            for index in sorted(wanted)
-        ]
+        chosen = rows.nonzero().flatten().tolist()
+        return prompt_groups([p.token_ids for p in self.prompts], self.completions, chosen)
+
+
+def prompt_groups(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], rows: Iterable[int]
+) -> list[PromptGroup]:
+    """Completions of the given rows, grouped by prompt, in prompt order."""
+    wanted: dict[int, list[Response]] = {}
+    for row in rows:
+        completion = completions[row]
+        wanted.setdefault(completion.prompt_index, []).append(
+            Response(row=row, token_ids=completion.token_ids)
+        )
+    return [
+        PromptGroup(prompt_ids=prompts[index], responses=tuple(wanted[index]))
+        for index in sorted(wanted)
+    ]
 
 
 def make_batch(

@@ -16,7 +16,13 @@ from megatron_rl.data.loader import PromptLoader
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_rl.data.types import TokenizedPrompt
-from megatron_rl.models import ModelSpec, eos_token_ids, model_spec
+from megatron_rl.models import (
+    ModelSpec,
+    eos_token_ids,
+    linear_plan,
+    model_spec,
+    parameter_map,
+)
 from megatron_rl.policy.parallel import ParallelLayout
 from megatron_rl.policy.policy import FrozenPolicy, Policy
 from megatron_rl.precision import PrecisionFlow, flow_of
@@ -144,7 +150,7 @@ def build_components(config: RunConfig, inputs: Inputs, layout: ParallelLayout) 
         loader=loader,
         policy=policy,
         reference=reference,
-        engine=build_engine(config, inputs, policy),
+        engine=build_engine(config, inputs, layout),
     )
 
 
@@ -159,20 +165,21 @@ def build_policy(
     return policy
 
 
-def build_engine(config: RunConfig | SFTConfig, inputs: Inputs, policy: FrozenPolicy) -> Engine:
-    """The colocated vLLM engine."""
+def build_engine(config: RunConfig | SFTConfig, inputs: Inputs, layout: ParallelLayout) -> Engine:
+    """The colocated vLLM engine of this rank, and those of all ranks as one."""
     from megatron_rl.rollout.vllm_engine import VLLMEngine
 
+    parameters = parameter_map(inputs.spec)
     engine = VLLMEngine(
         inputs.model_path,
         inputs.flow,
         config.rollout,
         max_model_len=config.max_sequence_length_tokens,
-        plan=policy.plan,
-        parameter_names=policy.parameters.hf_shapes,
+        plan=linear_plan(parameters, inputs.flow),
+        parameter_names=parameters.hf_shapes,
         eos_token_ids=inputs.eos_token_ids,
     )
-    if policy.layout.world_size == 1:
+    if layout.world_size == 1:
         return engine
     from megatron_rl.rollout.distributed import DistributedEngine
 

@@ -212,32 +212,19 @@ def _start_engine(
     config: RunConfig, inputs: Inputs, checkpoint: Path | None, layout: ParallelLayout
 ) -> Engine:
     if checkpoint is None:
-        from megatron_rl.rollout.distributed import DistributedEngine
-        from megatron_rl.rollout.vllm_engine import VLLMEngine
-
-        parameters = parameter_map(inputs.spec)
-        plan = linear_plan(parameters, inputs.flow)
-        engine = VLLMEngine(
-            inputs.model_path,
-            inputs.flow,
-            config.rollout,
-            plan=plan,
-            max_model_len=config.max_sequence_length_tokens,
-            parameter_names=parameters.hf_shapes,
-            eos_token_ids=inputs.eos_token_ids,
-        )
+        engine = build_engine(config, inputs, layout)
         if inputs.flow.serves_quantised:
+            parameters = parameter_map(inputs.spec)
+            plan = linear_plan(parameters, inputs.flow)
             reader = HFReader(inputs.model_path)
             engine.update_weights(
                 stream_checkpoint(reader, parameters.hf_shapes, inputs.flow, plan), 0
             )
-        if layout.world_size == 1:
-            return engine
-        return DistributedEngine(engine, config.rollout.tensor_parallel_size)
+        return engine
     steps = config.trainer.total_steps * config.optimizer_steps_per_rollout
     policy = build_policy(config.policy, inputs, layout, steps)
     trainer = load_checkpoint(checkpoint, policy)
-    trained = build_engine(config, inputs, policy)
+    trained = build_engine(config, inputs, layout)
     trained.update_weights(stream_weights(policy, inputs.flow), int(trainer["step"]))
     return trained
 

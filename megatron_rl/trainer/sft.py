@@ -128,7 +128,7 @@ def build_sft_components(
             examples, config.data.batch_size_sequences, config.seed, config.data.shuffle
         ),
         policy=policy,
-        engine=build_engine(config, inputs, policy) if inputs.val_prompts else None,
+        engine=build_engine(config, inputs, layout) if inputs.val_prompts else None,
     )
 
 
