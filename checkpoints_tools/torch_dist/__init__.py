@@ -1,0 +1,16 @@
+"""Megatron's checkpoint format `torch_dist`, read and written without Megatron.
+
+`torch_dist` is torch's distributed checkpoint (DCP): a pickled index `.metadata`, and `*.distcp`
+files in which every piece of every tensor is a small `torch.save` archive. Megatron-core adds the
+keys: the layers of a model are stacked on a leading axis, so that a checkpoint does not depend on
+the tensor- or pipeline-parallel layout that it was saved from.
+
+Nothing here imports Megatron or makes a process group: a login node is enough. Only weights are
+converted; optimizer and random states are passed over.
+"""
+
+from checkpoints_tools.torch_dist.locate import open_checkpoint
+from checkpoints_tools.torch_dist.source import MegatronSource
+from checkpoints_tools.torch_dist.writer import write_checkpoint
+
+__all__ = ["MegatronSource", "open_checkpoint", "write_checkpoint"]
