@@ -16,16 +16,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints_tools.atomic import new_directory
+from checkpoints_tools.source import TensorSource
 
 logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# What safetensors calls a dtype, and what torch does.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 # Everything besides config and weights that makes a model directory self-contained.
 ASSET_NAMES = (
     "tokenizer.json",
@@ -43,7 +60,7 @@ ASSET_NAMES = (
 )
 
 
-class HFReader(Mapping[str, Tensor]):
+class HFReader(TensorSource):
     """The tensors of a Hugging Face model directory, read when asked for.
 
     Iterates in file order. Tensors are views of the memory-mapped file: read-only by convention.
@@ -83,6 +100,7 @@ class HFReader(Mapping[str, Tensor]):
                 )
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         for name in names:
             self._read_header(self.path / name)
         for tensor, name in (weight_map or {}).items():
@@ -92,7 +110,9 @@ class HFReader(Mapping[str, Tensor]):
     def _read_header(self, file: Path) -> None:
         try:
             with safe_open(file, framework="pt") as opened:
-                shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}
+                slices = {key: opened.get_slice(key) for key in opened.keys()}
+                shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
+                dtypes = {key: _dtype(file, key, part) for key, part in slices.items()}
         except SafetensorError as error:
             raise ValueError(
                 f"{file} is damaged or was not written to its end ({error}); download it again."
@@ -104,6 +124,7 @@ class HFReader(Mapping[str, Tensor]):
                 )
         self._file_of |= dict.fromkeys(shapes, file)
         self._shapes |= shapes
+        self._dtypes |= dtypes
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one tensor, as stored.
@@ -136,6 +157,19 @@ class HFReader(Mapping[str, Tensor]):
             KeyError: There is no tensor of that name.
         """
         return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, from the header.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+        """
+        return self._dtypes[name]
+
+    @property
+    def asset_directory(self) -> Path:
+        """The directory itself."""
+        return self.path
 
     @property
     def config(self) -> dict[str, Any]:
@@ -283,6 +317,17 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, indented, keys sorted as transformers does."""
     text = json.dumps(dict(content), indent=2, sort_keys=True, ensure_ascii=False)
     file.write_text(text + "\n", encoding="utf-8")
+
+
+def _dtype(file: Path, name: str, part: Any) -> torch.dtype:
+    """Dtype of a stored tensor; safetensors names it in its own words."""
+    stored = part.get_dtype()
+    if stored not in _DTYPES:
+        raise ValueError(
+            f"{file} has {name} in {stored}, which is not read; expected one of "
+            f"{', '.join(_DTYPES)}."
+        )
+    return _DTYPES[stored]
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints_tools.source import TensorSource
 from checkpoints_tools.torch_dist.keys import KeyMap, Location, is_model_key
 from checkpoints_tools.torch_dist.reader import TorchDistReader
 from megatron_rl.models import parameter_map
 from megatron_rl.models.entry import ParameterEntry
 
 
-class MegatronSource(Mapping[str, Tensor]):
+class MegatronSource(TensorSource):
     """The tensors of a model in a `torch_dist` directory, by Hugging Face name, read when asked."""
 
     def __init__(
@@ -35,9 +36,9 @@ class MegatronSource(Mapping[str, Tensor]):
             ValueError: The directory is damaged, or is not of the model that `config` describes.
         """
         self.path = Path(path)
-        self.config = dict(config)
-        self.asset_directory = asset_directory
-        self.parameters = parameter_map(self.config)
+        self._config = dict(config)
+        self._asset_directory = asset_directory
+        self.parameters = parameter_map(self._config)
         self._reader = TorchDistReader(self.path)
         keys = KeyMap(self.parameters)
         self._places: dict[str, Location] = {}
@@ -131,6 +132,16 @@ class MegatronSource(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """Count the tensors."""
         return len(self._entries)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Content of the model's `config.json`."""
+        return self._config
+
+    @property
+    def asset_directory(self) -> Path | None:
+        """Where tokenizer, chat template and generation config lie."""
+        return self._asset_directory
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the index."""

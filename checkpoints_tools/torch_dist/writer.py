@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,26 +33,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoints_tools.hf import write_json
+from checkpoints_tools.source import TensorSource
 from checkpoints_tools.torch_dist.keys import KeyMap
 from checkpoints_tools.torch_dist.reader import BACKEND, METADATA
 from megatron_rl.models import ParameterMap
 from megatron_rl.models.entry import ParameterEntry
 
 COMMON = "common.pt"
-
-
-class Source(Protocol):
-    """What is read: a lazy mapping that knows shapes and dtypes without reading."""
-
-    def __getitem__(self, name: str) -> Tensor: ...
-    def __contains__(self, name: object) -> bool: ...
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +72,7 @@ class Plan:
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
-def plan_checkpoint(source: Source, parameters: ParameterMap) -> Plan:
+def plan_checkpoint(source: TensorSource, parameters: ParameterMap) -> Plan:
     """Decides what is written where.
 
     Raises:
@@ -115,7 +102,7 @@ def plan_checkpoint(source: Source, parameters: ParameterMap) -> Plan:
     return Plan(tuple(chunks), shapes, tuple(keys.extra_states()))
 
 
-def _check(source: Source, entry: ParameterEntry) -> None:
+def _check(source: TensorSource, entry: ParameterEntry) -> None:
     for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
         if source.shape(name) != shape:
             raise ValueError(
@@ -130,11 +117,12 @@ def _check(source: Source, entry: ParameterEntry) -> None:
             )
 
 
-def _pieces(source: Source, entry: ParameterEntry) -> list[tuple[int, int, Callable[[], Tensor]]]:
+def _pieces(
+    source: TensorSource, entry: ParameterEntry
+) -> list[tuple[int, int, Callable[[], Tensor]]]:
     """First row, rows and content of the chunks of a parameter, as megatron-core cuts it."""
     if entry.kind != "fused_gate_up":
-        # Typed for a Mapping, of which it uses no more than a Source has.
-        read = partial(entry.to_megatron, source)  # type: ignore[arg-type]
+        read = partial(entry.to_megatron, source)
         return [(0, entry.shape[0], read)]
     rows = entry.hf_shapes[0][0]
     return [

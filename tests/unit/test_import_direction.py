@@ -51,7 +51,6 @@ ONLY_IN: dict[str, list[str]] = {
     "megatron": [
         "megatron_rl/policy/*",
         "megatron_rl/platforms/*",
-        "checkpoints_tools/megatron*.py",
     ],
     "transformer_engine": ["megatron_rl/precision/*", "megatron_rl/policy/*"],
 }

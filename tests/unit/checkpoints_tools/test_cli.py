@@ -53,9 +53,10 @@ def test_tiny_writes_the_model_that_it_was_asked_for(capsys, tmp_path):
 def test_every_size_of_tiny_is_one_of_write_tiny_model():
     from inspect import signature
 
+    from checkpoints_tools.commands.tiny import OPTIONS
     from checkpoints_tools.tiny import write_tiny_model
 
-    assert set(cli.TINY_OPTIONS) <= set(signature(write_tiny_model).parameters)
+    assert set(OPTIONS) <= set(signature(write_tiny_model).parameters)
 
 
 @pytest.mark.parametrize(
