@@ -27,7 +27,7 @@ def build_policy(path: Path, flow: str, lr: float = 1e-2):
     return policy
 
 
-def build_engine(path: Path, policy, *, eos_token_ids=None, **config):
+def build_engine(path: Path, policy, *, eos_token_ids=None, max_model_len=MAX_MODEL_LEN, **config):
     from megatron_rl.rollout.vllm_engine import VLLMEngine
 
     engine = VLLMEngine(
@@ -35,7 +35,7 @@ def build_engine(path: Path, policy, *, eos_token_ids=None, **config):
         policy.flow,
         RolloutConfig(kv_cache_gib=0.125, **config),
         plan=policy.plan,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         parameter_names=policy.parameters.hf_shapes,
         eos_token_ids=eos_token_ids or policy.spec.eos_token_ids,
     )

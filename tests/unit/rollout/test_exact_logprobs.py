@@ -90,6 +90,62 @@ def test_sampled_logprobs_are_reproduced_bit_for_bit(family, model, flow, tiny_m
         engine.update_weights(stream_weights(policy, policy.flow), step + 1)
 
 
+@pytest.fixture
+def cached_tokens(monkeypatch):
+    """Prompt tokens that vLLM took from its prefix cache, one entry a request, as they finish."""
+    from megatron_rl.rollout import vllm_engine
+
+    found = []
+    run_requests = vllm_engine.run_requests
+
+    def recorded(*args):
+        outputs = run_requests(*args)
+        found.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(vllm_engine, "run_requests", recorded)
+    return found
+
+
+@pytest.fixture
+def thread_count():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("flow, model", [("bf16", {}), ("fp8", WHOLE_BLOCKS)])
+def test_prefix_cache_and_threads_change_no_bit(
+    flow, model, tiny_model_dir, cached_tokens, thread_count
+):
+    """All prompts share a prefix of hundreds of tokens; each has a tail of its own."""
+    from support.tiny_engine import build_engine, build_policy
+
+    path = tiny_model_dir("qwen3", max_position_embeddings=512, **model)
+    policy = build_policy(path, flow)
+    generator = torch.Generator().manual_seed(4)
+    shared = torch.randint(3, 250, (300,), generator=generator).tolist()
+    prompt_ids = [shared + [5 + tail] * tail for tail in range(1, 5)]
+    sampling = Sampling(n=2, temperature=1.0, max_tokens=16, seed=3)
+    runs = []
+    for is_cached in (True, False):
+        options = {"enable_prefix_caching": is_cached}
+        engine = build_engine(path, policy, max_model_len=512, vllm=options)
+        engine.update_weights(stream_weights(policy, policy.flow), 0)
+        for threads in (1, 2):
+            thread_count(threads)
+            cached_tokens.clear()
+            runs.append(engine.generate(prompt_ids, sampling))
+            assert (max(cached_tokens) >= 256) == is_cached
+    assert all(run == runs[0] for run in runs)
+    sampled = torch.cat([torch.tensor(c.logprobs) for c in runs[0]])
+    for threads in (1, 2):
+        thread_count(threads)
+        scored = policy.score(groups_of(prompt_ids, runs[0]), (len(runs[0]), 16), temperature=1.0)
+        rows = [scored.logprobs[row, : len(c.token_ids)] for row, c in enumerate(runs[0])]
+        assert torch.equal(torch.cat(rows), sampled)
+
+
 def test_an_fp32_output_layer_is_computed_on_both_sides(tiny_model_dir):
     """Not bit for bit: FP32 products depend on the number of rows."""
     from support.tiny_engine import build_engine, build_policy
