@@ -115,6 +115,9 @@ def _missing(run: RunData, *, has_pairs: bool) -> list[str]:
 def build_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     """Writes a page that compares runs: one table, and plots with one curve a run.
 
+    The plots are also written as PNG files, into a folder beside the page (``comparison.plots``
+    for ``comparison.html``).
+
     Args:
         run_dirs: Directories of two or more runs (at most eight, which colours tell apart).
         out: The HTML file to write.
@@ -124,10 +127,10 @@ def build_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Raises:
         ValueError: There are fewer than two or more than eight runs, or one is no run directory.
-        RunWriteError: The page cannot be written.
+        RunWriteError: The page or a plot cannot be written.
     """
     from megatron_rl.report.comparison import COMPARISON_CHARTS, comparison_figure, row_of
-    from megatron_rl.report.drawing import to_inline_svg
+    from megatron_rl.report.drawing import to_inline_svg, write_png
 
     if not 2 <= len(run_dirs) <= len(SERIES_NAMES):
         raise ValueError(
@@ -136,8 +139,13 @@ def build_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     runs = [load_run(run_dir) for run_dir in run_dirs]
     names = unique_names(runs)
     plots = []
+    by_name = dict(zip(names, runs, strict=True))
     for chart in COMPARISON_CHARTS:
-        figure = comparison_figure(chart, dict(zip(names, runs, strict=True)), PLACEHOLDERS)
+        figure = comparison_figure(chart, by_name, PAPER)
+        if figure is not None:
+            png = out.with_suffix(".plots") / f"{chart.name}.png"
+            write_png(figure, png, PAPER, chart.title)
+        figure = comparison_figure(chart, by_name, PLACEHOLDERS)
         svg = figure and to_inline_svg(figure, name=chart.name, description=chart.caption)
         plots.append({"title": chart.title, "caption": chart.caption, "svg": svg})
     context = {

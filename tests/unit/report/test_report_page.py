@@ -20,6 +20,7 @@ from megatron_rl.metrics import (
 )
 from megatron_rl.metrics.gate import GateFinding, TokenDifference, append_finding
 from megatron_rl.report import build_comparison, build_report
+from megatron_rl.report.comparison import COMPARISON_CHARTS
 from megatron_rl.report.load import load_run
 
 PLOTS = {"reward", "accuracy", "mismatch", "timing", "loss", "lengths"}
@@ -345,6 +346,9 @@ def test_a_comparison_has_a_row_and_a_curve_for_each_run(fabricate_run, tmp_path
     reward = re.search(r'<svg[^>]*aria-label="Mean reward.*?</svg>', html, flags=re.DOTALL)[0]
     legend = re.findall(r">(one|two|none)</text>", reward)
     assert legend == ["one", "two"]
+    pngs = {file.stem: file.read_bytes() for file in (tmp_path / "comparison.plots").iterdir()}
+    assert set(pngs) == {chart.name for chart in COMPARISON_CHARTS}
+    assert all(png.startswith(b"\x89PNG") for png in pngs.values())
 
 
 def test_runs_of_one_name_are_told_apart(fabricate_run, tmp_path):
