@@ -30,7 +30,7 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         ValueError: `target` is a file, or a non-empty directory and `overwrite` is off.
     """
     target = Path(os.path.abspath(target))
-    _check_free(target, overwrite=overwrite)
+    check_free(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     # mkdir rather than tempfile: the directory gets the permissions that the user's umask asks for.
     partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.partial"
@@ -38,13 +38,18 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield partial
         # Asked again: the block may have taken hours.
-        _check_free(target, overwrite=overwrite)
+        check_free(target, overwrite=overwrite)
         _replace(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_free(target: Path, *, overwrite: bool) -> None:
+def check_free(target: Path, *, overwrite: bool) -> None:
+    """Check that a directory may be written.
+
+    Raises:
+        ValueError: `target` is a file, or a non-empty directory and `overwrite` is off.
+    """
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; name a directory to write to.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:

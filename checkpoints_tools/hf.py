@@ -18,31 +18,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints_tools.atomic import new_directory
+from checkpoints_tools.safetensors_writer import DTYPES, Piece, PlannedTensor, write_safetensors
 from checkpoints_tools.source import TensorSource
 
 logger = logging.getLogger(__name__)
 
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-# What safetensors calls a dtype, and what torch does.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+INDEX = "model.safetensors.index.json"
 # Everything besides config and weights that makes a model directory self-contained.
 ASSET_NAMES = (
     "tokenizer.json",
@@ -80,7 +65,7 @@ class HFReader(TensorSource):
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path} is not a directory with a Hugging Face model.")
-        index = self.path / _INDEX
+        index = self.path / INDEX
         weight_map = _weight_map(index) if index.is_file() else None
         if weight_map is None:
             if not (self.path / _SINGLE).is_file():
@@ -90,7 +75,7 @@ class HFReader(TensorSource):
             names = sorted(set(weight_map.values()))
             if _SINGLE not in names and (self.path / _SINGLE).is_file():
                 raise ValueError(
-                    f"{self.path} has both {_SINGLE} and {_INDEX}; remove the one that is stale."
+                    f"{self.path} has both {_SINGLE} and {INDEX}; remove the one that is stale."
                 )
             missing = [name for name in names if not (self.path / name).is_file()]
             if missing:
@@ -236,35 +221,25 @@ def fill_hf_directory(
     """
     assert max_shard_bytes > 0
     shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    pending: list[Piece] = []
     pending_bytes = total_bytes = 0
     seen: set[str] = set()
 
     def flush() -> None:
         # The final names need the number of shards, and nothing shall load before the end.
-        file = directory / f"{len(shards)}.part"
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(pending, file, metadata={"format": "pt"})
-        # safetensors makes files that only their owner can read; give back what the umask says.
-        file.chmod(mode)
-        shards.append(list(pending))
+        write_safetensors(directory / f"{len(shards)}.part", pending)
+        shards.append([tensor.name for piece in pending for tensor in piece.tensors])
         pending.clear()
-        storages.clear()
 
     for name, given in tensors:
         if name in seen:
             raise ValueError(f"{name} was written twice: two sources claim the same tensor.")
         seen.add(name)
-        tensor = given.detach().cpu().contiguous()
+        tensor = given.detach().cpu()
         if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
             flush()
             pending_bytes = 0
-        # The file format has no aliases, so a second view of one storage becomes a copy.
-        storage = tensor.untyped_storage().data_ptr()
-        pending[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
+        pending.append(ready(name, tensor))
         pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     if not seen:
@@ -273,15 +248,24 @@ def fill_hf_directory(
 
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
-        file = _SINGLE
-        if len(shards) > 1:
-            file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = shard_name(number, len(shards))
         (directory / f"{number}.part").rename(directory / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        write_json(directory / _INDEX, index)
+        write_json(directory / INDEX, index)
     write_json(directory / "config.json", hf_config)
+
+
+def ready(name: str, tensor: Tensor) -> Piece:
+    """A piece that is a tensor in memory."""
+    planned = PlannedTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+    return Piece(tensors=(planned,), make=lambda: [(name, tensor)])
+
+
+def shard_name(number: int, total: int) -> str:
+    """File name of a shard, counted from 0; the only one has a name without numbers."""
+    return _SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
 def copy_assets(source: Path, directory: Path) -> list[str]:
@@ -322,12 +306,12 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 def _dtype(file: Path, name: str, part: Any) -> torch.dtype:
     """Dtype of a stored tensor; safetensors names it in its own words."""
     stored = part.get_dtype()
-    if stored not in _DTYPES:
+    if stored not in DTYPES:
         raise ValueError(
             f"{file} has {name} in {stored}, which is not read; expected one of "
-            f"{', '.join(_DTYPES)}."
+            f"{', '.join(DTYPES)}."
         )
-    return _DTYPES[stored]
+    return DTYPES[stored]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -347,4 +331,4 @@ def _no_weights(path: Path) -> str:
             f"{path} has only {pickled[0]}: pickled weights are not read; save the model as "
             "safetensors first."
         )
-    return f"{path} has no weights: neither {_SINGLE} nor {_INDEX} is there."
+    return f"{path} has no weights: neither {_SINGLE} nor {INDEX} is there."
