@@ -9,10 +9,30 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from checkpoints_tools.commands import import_gguf, tiny
+from checkpoints_tools.commands import (
+    dequantize,
+    export,
+    import_gguf,
+    import_model,
+    inspect_model,
+    quantize,
+    roundtrip,
+    tiny,
+    verify,
+)
 
 PROGRAM = "checkpoints-tools"
-COMMANDS = (import_gguf, tiny)
+COMMANDS = (
+    import_model,
+    export,
+    quantize,
+    dequantize,
+    roundtrip,
+    inspect_model,
+    verify,
+    import_gguf,
+    tiny,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of the process when None.
 
     Returns:
-        Exit code: 0, or 2 when the input is wrong. `argparse` itself exits with 2, too.
+        Exit code: 0, 2 when the input is wrong (`argparse` itself exits with 2, too), or 1 where a
+            command compares and found a difference.
     """
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except (ValueError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ reads a tensor only when it is asked for it, so that models larger than memory p
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +49,88 @@ class TensorSource(Mapping[str, Tensor]):
     def nbytes(self, name: str) -> int:
         """Size of a tensor's values in bytes, without reading it."""
         return torch.Size(self.shape(name)).numel() * self.dtype(name).itemsize
+
+
+class WrappedSource(TensorSource):
+    """A source that shows another one differently; by itself, exactly as it is."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.path = source.path
+        self._source = source
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+        """
+        return self._source[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of that name, without reading it."""
+        return name in self._source
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names in the source's order."""
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return sum(1 for _ in self)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Content of the model's `config.json`."""
+        return self._source.config
+
+    @property
+    def asset_directory(self) -> Path | None:
+        """Where tokenizer, chat template and generation config lie; None when nowhere."""
+        return self._source.asset_directory
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._source.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, without reading it."""
+        return self._source.dtype(name)
+
+
+class CastSource(WrappedSource):
+    """A source with every tensor rounded to one dtype, and a config that says so."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        """Wraps a source; `dtype` is a floating-point dtype of 16 or 32 bits."""
+        super().__init__(source)
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor and round it.
+
+        Raises:
+            KeyError: There is no tensor of that name.
+            ValueError: A finite value does not fit the dtype.
+        """
+        tensor = self._source[name]
+        cast = tensor.to(self._dtype)
+        if torch.finfo(self._dtype).max < torch.finfo(tensor.dtype).max:
+            lost = ~cast.isfinite() & tensor.isfinite()
+            if lost.any():
+                raise ValueError(
+                    f"{self.path} has {name} with {tensor[lost].abs().max():g}, which does not fit "
+                    f"{self._dtype}; use bfloat16."
+                )
+        return cast
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype, for every tensor."""
+        self._source.dtype(name)
+        return self._dtype
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Content of `config.json`, with the dtype under the key that it had."""
+        config = dict(self._source.config)
+        key = "dtype" if "dtype" in config else "torch_dtype"
+        return config | {key: str(self._dtype).removeprefix("torch.")}

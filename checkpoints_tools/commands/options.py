@@ -38,6 +38,47 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
         dest="max_shard_bytes",
         help="largest size of a weight file, such as 5GB, 500MB or 2GiB (default: 5GB)",
     )
+    add_workers(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be written, and write nothing"
+    )
+    add_quiet(parser)
+
+
+def add_dtype(parser: argparse.ArgumentParser, help_text: str, default: str | None = None) -> None:
+    """Declare `--dtype`."""
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default=default, help=help_text
+    )
+
+
+def add_hf_config(parser: argparse.ArgumentParser) -> None:
+    """Declare `--hf-config`."""
+    parser.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="DIR",
+        help="Hugging Face directory with config and tokenizer of a Megatron checkpoint that has "
+        "none itself",
+    )
+
+
+def add_flow(parser: argparse.ArgumentParser) -> None:
+    """Declare what says how weights are quantised."""
+    parser.add_argument(
+        "--flow", default="fp8", help="precision flow that quantises (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor-parallel size that the result must allow (default: %(default)s)",
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Declare `--workers`."""
     parser.add_argument(
         "--workers",
         type=positive,
@@ -45,10 +86,6 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="threads; each writes one weight file at a time (default: %(default)s)",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be written, and write nothing"
-    )
-    add_quiet(parser)
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:

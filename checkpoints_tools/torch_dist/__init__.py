@@ -9,8 +9,9 @@ Nothing here imports Megatron or makes a process group: a login node is enough. 
 converted; optimizer and random states are passed over.
 """
 
+from checkpoints_tools.torch_dist.directory import write_directory
 from checkpoints_tools.torch_dist.locate import open_checkpoint
 from checkpoints_tools.torch_dist.source import MegatronSource
-from checkpoints_tools.torch_dist.writer import write_checkpoint
+from checkpoints_tools.torch_dist.writer import plan_checkpoint
 
-__all__ = ["MegatronSource", "open_checkpoint", "write_checkpoint"]
+__all__ = ["MegatronSource", "open_checkpoint", "plan_checkpoint", "write_directory"]

@@ -78,8 +78,9 @@ def check_files(directory: Path) -> None:
     files = read_json(manifest).get("files")
     if not isinstance(files, dict):
         raise ValueError(f"{manifest} lists no files; copy the checkpoint again.")
-    for name, size in files.items():
+    for name, entry in files.items():
         file = directory / name
+        size = entry["size"] if isinstance(entry, dict) else entry
         actual = file.stat().st_size if file.is_file() else 0
         if actual != size:
             raise ValueError(

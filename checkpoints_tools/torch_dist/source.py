@@ -5,6 +5,7 @@ each made from the part of the checkpoint that holds it. The parameter map says 
 parameter is read once for all tensors that it holds, as long as they are asked for in order.
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class MegatronSource(TensorSource):
             self._places[entry.megatron_name] = self._find(keys, entry)
             self._entries |= dict.fromkeys(entry.hf_names, entry)
         self._check_nothing_is_left()
-        self._last: dict[str, Tensor] = {}
+        # A thread keeps the tensors that it read together and was not asked for yet.
+        self._read_ahead = threading.local()
 
     def _find(self, keys: KeyMap, entry: ParameterEntry) -> Location:
         try:
@@ -96,8 +98,9 @@ class MegatronSource(TensorSource):
             KeyError: There is no tensor of that name.
             ValueError: The file that holds it is damaged.
         """
-        if name in self._last:
-            return self._last.pop(name)
+        ahead: dict[str, Tensor] = self._read_ahead.__dict__.setdefault("tensors", {})
+        if name in ahead:
+            return ahead.pop(name)
         if name not in self._entries:
             raise KeyError(f"{self.path} has no tensor {name}")
         entry = self._entries[name]
@@ -105,8 +108,9 @@ class MegatronSource(TensorSource):
             return self._half(entry, entry.hf_names.index(name))
         (key,) = self._places[entry.megatron_name].keys
         full = self._read(entry, key, 0, entry.shape[0])
-        self._last = entry.to_hf(full)
-        return self._last.pop(name)
+        ahead.clear()
+        ahead.update(entry.to_hf(full))
+        return ahead.pop(name)
 
     def _half(self, entry: ParameterEntry, which: int) -> Tensor:
         """The gate or the up projection, without reading the other."""

@@ -1,0 +1,51 @@
+"""`checkpoints-tools export`: write a Megatron checkpoint as a Hugging Face or vLLM-FP8 model."""
+
+import argparse
+
+from checkpoints_tools.commands import options
+
+
+def add_parser(commands: options.Commands) -> None:
+    """Declare the arguments."""
+    parser = commands.add_parser(
+        "export",
+        help="write a Megatron checkpoint as a Hugging Face or vLLM-FP8 model",
+        description="Write the weights of a Megatron checkpoint, or of a step of a run "
+        "(RUN/checkpoints/global_step_N).",
+    )
+    options.add_source(parser, "Megatron checkpoint")
+    options.add_target(parser)
+    parser.add_argument(
+        "--format",
+        choices=("hf", "vllm-fp8"),
+        default="hf",
+        help="values, or codes and scales as weight sync sends them (default: %(default)s)",
+    )
+    options.add_flow(parser)
+    options.add_dtype(parser, "dtype to round to (default: as stored); for --format hf")
+    options.add_hf_config(parser)
+    options.add_writing(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        ValueError: The checkpoint cannot be read, or a format and a dtype exclude each other.
+    """
+    from checkpoints_tools.commands.writing import cast, write_hf
+    from checkpoints_tools.pieces import model_pieces, served_pieces
+    from checkpoints_tools.torch_dist import open_checkpoint
+    from megatron_rl.precision import resolve_flow
+
+    source = open_checkpoint(arguments.source, arguments.hf_config)
+    if arguments.format == "hf":
+        values = cast(source, arguments.dtype)
+        write_hf(arguments, values, model_pieces(values), values.config)
+        return
+    if arguments.dtype:
+        raise ValueError("--dtype is for --format hf; vllm-fp8 has the dtypes of its --flow.")
+    flow = resolve_flow(arguments.flow)
+    pieces, config, plan = served_pieces(source, flow, tp_size=arguments.tp)
+    write_hf(arguments, source, pieces, config, [f"{flow.name}: {plan.summary()}"])
