@@ -54,7 +54,8 @@ def check_free(target: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{target} is a file; name a directory to write to.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ValueError(
-            f"{target} exists and is not empty; remove it, name another directory, or overwrite."
+            f"{target} exists and is not empty; remove it, name another directory, "
+            "or give --overwrite."
         )
 
 
