@@ -21,12 +21,15 @@ from megatron_rl.precision.engines import element_dtype, torch_dtype
 from megatron_rl.precision.formats import BlockFormat
 from megatron_rl.precision.wire import encode, is_quantised_weight, quantization_config, scale_name
 
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def checked_map(source: TensorSource) -> ParameterMap:
     """The parameter map of a source that has exactly the tensors of its config.
 
     Raises:
-        ValueError: The architecture is not supported, or names or shapes do not fit the config.
+        ValueError: The architecture is not supported, names or shapes do not fit the config, or a
+            tensor is not in a floating-point dtype of 16 or 32 bits.
     """
     parameters = parameter_map(source.config)
     try:
@@ -38,6 +41,11 @@ def checked_map(source: TensorSource) -> ParameterMap:
             raise ValueError(
                 f"{source.path} has {name} with shape {list(source.shape(name))}, but config.json "
                 f"asks for {list(shape)}: they are not of one model."
+            )
+        if source.dtype(name) not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{source.path} has {name} in {source.dtype(name)}; expected weights in one of "
+                f"{', '.join(str(dtype) for dtype in WEIGHT_DTYPES)}."
             )
     return parameters
 
