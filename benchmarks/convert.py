@@ -6,8 +6,8 @@
 Every contender is a whole process, from its start to the end of ``fsync`` of all that it wrote, and
 writes into a directory that is removed afterwards. They take turns, round by round. The source is
 read once before the first turn, so it is in the page cache, and what counts is copying, computing
-and the disk's writing. ``start-up`` is ``import`` with ``--dry-run``: interpreter, imports and headers.
-Peak resident memory includes the pages of the source that the process has mapped; the
+and the disk's writing. ``start-up`` is ``import`` with ``--dry-run``: interpreter, imports and
+headers. Peak resident memory includes the pages of the source that the process has mapped; the
 kernel may drop those at any time. ``anonymous`` is what it cannot drop, sampled every 5 ms.
 """
 
