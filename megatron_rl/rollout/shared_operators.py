@@ -84,7 +84,8 @@ class _GuardedLinear:
             output = self._inner(pair, weight, None)[:1].reshape(*x.shape[:-1], -1)
         else:
             output = self._inner(x, weight, None)
-        return output if bias is None else output + bias
+        # Beside a matrix packed for AMX, vLLM keeps the bias in FP32: the same values.
+        return output if bias is None else output + bias.to(output.dtype)
 
 
 def _metadata_builders(model_runner: Any) -> list[Any]:
