@@ -50,7 +50,7 @@ write_tiny_model(sys.argv[1], "llama", dtype=torch.bfloat16, **json.loads(sys.ar
 """
 FSYNC = """
 import os, sys
-for folder, _, names in os.walk(sys.argv[1]):
+for folder, _, names in os.walk(sys.argv[2]):
     for name in names:
         handle = os.open(os.path.join(folder, name), os.O_RDONLY)
         os.fsync(handle)
@@ -88,14 +88,10 @@ def tools(*arguments: str) -> Callable[[Path, Path], list[str]]:
     return argv
 
 
-def script(text: str, *, with_source: bool = True) -> Callable[[Path, Path], list[str]]:
+def script(text: str) -> Callable[[Path, Path], list[str]]:
     """A short Python program as a command line."""
 
-    def argv(source: Path, target: Path) -> list[str]:
-        places = [str(source), str(target)] if with_source else [str(target)]
-        return [sys.executable, "-c", text, *places]
-
-    return argv
+    return lambda source, target: [sys.executable, "-c", text, str(source), str(target)]
 
 
 CP = Contender(
@@ -130,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with TemporaryDirectory(prefix="benchmark.", dir=arguments.work_dir) as folder:
         for title, source in _models(arguments, Path(folder)):
             parts.append(_compare(title, source, Path(folder), arguments.rounds))
-            shutil.rmtree(source, ignore_errors=True) if source.parent == Path(folder) else None
+            if source.parent == Path(folder):
+                shutil.rmtree(source)
     intro = (
         f"Medians of {arguments.rounds} rounds, source in the page cache, everything written is "
         f"fsynced. {machine()}."
@@ -215,7 +212,7 @@ def _turn(contender: Contender, source: Path, target: Path) -> Turn:
     if process.returncode:
         raise RuntimeError(f"{contender.name} failed: {said}")
     if contender.needs_fsync:
-        _call(script(FSYNC, with_source=False)(source, target))
+        _call(script(FSYNC)(source, target))
     seconds = time.perf_counter() - start
     shutil.rmtree(target, ignore_errors=True)
     return Turn(seconds, usage.ru_maxrss * 1024, anonymous.largest)

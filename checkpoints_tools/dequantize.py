@@ -8,8 +8,8 @@ rounded once:
   number, or one a row;
 - compressed-tensors' block strategy: `X.weight_scale`, one number a block.
 
-What is not weights of linear layers in E4M3 (packed integers, NVFP4, a quantised KV cache) is
-refused rather than guessed.
+Packed integers and FP4 are refused rather than guessed. Static scales of activations and of a KV
+cache say nothing about weights and are left out.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints_tools.source import TensorSource, WrappedSource
+from checkpoints_tools.source import TensorSource, WrappedSource, config_in_dtype
 
 _SUFFIXES = ("_scale_inv", "_scale")
-# Scales of static activation quantisation: they say nothing about weights.
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 
@@ -33,7 +32,7 @@ class DequantizedSource(WrappedSource):
 
         Args:
             source: A model with FP8 weights.
-            dtype: Of the values; of tensors that are not quantised, too, if they are wider.
+            dtype: Of the values; tensors that are not quantised keep theirs.
 
         Raises:
             ValueError: A weight has no scales, scales have no weight, or shape or dtype of scales
@@ -58,7 +57,7 @@ class DequantizedSource(WrappedSource):
             raise ValueError(f"{source.path} has no FP8 weights; there is nothing to dequantize.")
         used = set(self._scales.values())
         for name in source:
-            if name.endswith(_SUFFIXES) and name not in used and not _is_of_activations(name):
+            if name.endswith(_SUFFIXES) and name not in used and not name.endswith(_OF_ACTIVATIONS):
                 raise ValueError(f"{source.path} has {name}, but no FP8 weight that it belongs to.")
 
     def _check(self, name: str, scale: str) -> None:
@@ -99,7 +98,7 @@ class DequantizedSource(WrappedSource):
         if name not in self._scales:
             if name not in self:
                 raise KeyError(f"{self.path} has no tensor {name}")
-            return self._source[name].to(self.dtype(name))
+            return self._source[name]
         codes, stored = self._source[name], self._source[self._scales[name]]
         scales = stored.float()
         if not (scales.isfinite() & (scales > 0)).all():
@@ -130,20 +129,18 @@ class DequantizedSource(WrappedSource):
     @property
     def config(self) -> dict[str, Any]:
         """Content of `config.json` without `quantization_config`."""
-        config = dict(self._source.config)
+        config = config_in_dtype(self._source.config, self._target)
         config.pop("quantization_config", None)
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        return config | {key: str(self._target).removeprefix("torch.")}
+        return config
 
 
-def _is_of_activations(name: str) -> bool:
-    return name.endswith(_OF_ACTIVATIONS)
+def is_weight_scale(name: str) -> bool:
+    """Whether a tensor holds the scales of an FP8 weight, by its name."""
+    return name.endswith(tuple(".weight" + suffix for suffix in _SUFFIXES))
 
 
 def _is_scale(name: str) -> bool:
-    return name.endswith(tuple(".weight" + suffix for suffix in _SUFFIXES)) or _is_of_activations(
-        name
-    )
+    return is_weight_scale(name) or name.endswith(_OF_ACTIVATIONS)
 
 
 def _block_shape(config: dict[str, Any]) -> tuple[int, int] | None:

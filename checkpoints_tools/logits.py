@@ -62,7 +62,7 @@ def _log_probs(source: TensorSource, ids: Tensor) -> Tensor:
 
     if "quantization_config" in source.config:
         source = DequantizedSource(source, torch.float32)
-    config = source.config
+    config = dict(source.config)  # not ours to change
     hf_config = AutoConfig.for_model(config.pop("model_type"), **config)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
     tensors = {name: source[name].float() for name in source}

@@ -6,7 +6,6 @@ scales, as weight sync would send them; a layer whose blocks vLLM would cut else
 is.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_tools.safetensors_writer import Piece, PlannedTensor
-from checkpoints_tools.source import TensorSource
+from checkpoints_tools.source import TensorSource, config_in_dtype
 from megatron_rl.models import ParameterMap, linear_plan, parameter_map
 from megatron_rl.precision import LinearPlan, PrecisionFlow, partition_violations
 from megatron_rl.precision.engines import element_dtype, torch_dtype
@@ -50,9 +49,9 @@ def checked_map(source: TensorSource) -> ParameterMap:
     return parameters
 
 
-def model_pieces(source: TensorSource, names: Iterable[str] | None = None) -> list[Piece]:
+def model_pieces(source: TensorSource) -> list[Piece]:
     """Every tensor of a source as it is."""
-    return [_as_it_is(source, name) for name in (source if names is None else names)]
+    return [_as_it_is(source, name) for name in source]
 
 
 def served_pieces(
@@ -80,10 +79,11 @@ def served_pieces(
     if problems := partition_violations(plan, train_tp=tp_size, rollout_tp=tp_size):
         raise ValueError(f"{source.path}: {problems[0]}.")
     codes, (rows, columns) = element_dtype(fmt.element), fmt.block_shape
+    compute = torch_dtype(flow.compute_dtype)
     pieces = []
     for name, (height, *rest) in parameters.hf_shapes.items():
         if not is_quantised_weight(name, plan):
-            pieces.append(_as_it_is(source, name, torch_dtype(flow.compute_dtype)))
+            pieces.append(_as_it_is(source, name, compute))
             continue
         (width,) = rest
         planned = (
@@ -95,8 +95,7 @@ def served_pieces(
             ),
         )
         pieces.append(Piece(tensors=planned, make=partial(_encode, source, name, flow, plan)))
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    return pieces, config | {key: flow.compute_dtype}, plan
+    return pieces, config_in_dtype(config, compute), plan
 
 
 def _as_it_is(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> Piece:

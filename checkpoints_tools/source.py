@@ -97,6 +97,12 @@ class WrappedSource(TensorSource):
         return self._source.dtype(name)
 
 
+def config_in_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy of a `config.json` that names another dtype, under the key that it had."""
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return {**config, key: str(dtype).removeprefix("torch.")}
+
+
 class CastSource(WrappedSource):
     """A source with every tensor rounded to one dtype, and a config that says so."""
 
@@ -130,7 +136,5 @@ class CastSource(WrappedSource):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Content of `config.json`, with the dtype under the key that it had."""
-        config = dict(self._source.config)
-        key = "dtype" if "dtype" in config else "torch_dtype"
-        return config | {key: str(self._dtype).removeprefix("torch.")}
+        """Content of `config.json`, with the dtype."""
+        return config_in_dtype(self._source.config, self._dtype)

@@ -1,13 +1,14 @@
 """What a checkpoint holds, from headers only: for a table, or as JSON."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from checkpoints_tools.dequantize import is_weight_scale
 from checkpoints_tools.progress import format_bytes
 from checkpoints_tools.source import TensorSource
-
-_SCALES = (".weight_scale_inv", ".weight_scale")
+from megatron_rl.precision.scaling import powers_of_two
 
 
 def summarise(source: TensorSource, *, with_scales: bool = False) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def summarise(source: TensorSource, *, with_scales: bool = False) -> dict[str, A
     Returns:
         Plain JSON values.
     """
-    tensors = [
+    tensors: list[dict[str, Any]] = [
         {
             "name": name,
             "shape": list(source.shape(name)),
@@ -31,19 +32,19 @@ def summarise(source: TensorSource, *, with_scales: bool = False) -> dict[str, A
     ]
     if with_scales:
         for tensor in tensors:
-            if tensor["name"].endswith(_SCALES):
+            if is_weight_scale(tensor["name"]):
                 values = source[tensor["name"]].float()
                 tensor["min"], tensor["max"] = float(values.min()), float(values.max())
-                tensor["power_of_two"] = bool((values.frexp().mantissa == 0.5).all())
+                tensor["power_of_two"] = powers_of_two(values)
     config = source.config
-    parameters = sum(_count(t["shape"]) for t in tensors if not str(t["name"]).endswith(_SCALES))
+    parameters = sum(math.prod(t["shape"]) for t in tensors if not is_weight_scale(t["name"]))
     return {
         "path": str(source.path),
         "architecture": (config.get("architectures") or [None])[0],
         "layers": config.get("num_hidden_layers"),
         "parameters": parameters,
-        "bytes": sum(int(t["bytes"]) for t in tensors),
-        "dtypes": dict(Counter(str(t["dtype"]) for t in tensors)),
+        "bytes": sum(t["bytes"] for t in tensors),
+        "dtypes": dict(Counter(t["dtype"] for t in tensors)),
         "flow": "fp8" if any(t["dtype"] == "float8_e4m3fn" for t in tensors) else "unquantised",
         "quantization_config": config.get("quantization_config"),
         "tensors": tensors,
@@ -65,10 +66,3 @@ def table(summary: dict[str, Any]) -> Iterator[str]:
             kind = "powers of two" if t["power_of_two"] else "any"
             line += f"  {t['min']:.4g} to {t['max']:.4g} ({kind})"
         yield line
-
-
-def _count(shape: Any) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -34,10 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: The checkpoint cannot be read, or a format and a dtype exclude each other.
     """
-    from checkpoints_tools.commands.writing import cast, write_hf
-    from checkpoints_tools.pieces import model_pieces, served_pieces
+    from checkpoints_tools.commands.writing import cast, write_hf, write_served
+    from checkpoints_tools.pieces import model_pieces
     from checkpoints_tools.torch_dist import open_checkpoint
-    from megatron_rl.precision import resolve_flow
 
     source = open_checkpoint(arguments.source, arguments.hf_config)
     if arguments.format == "hf":
@@ -46,6 +45,4 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.dtype:
         raise ValueError("--dtype is for --format hf; vllm-fp8 has the dtypes of its --flow.")
-    flow = resolve_flow(arguments.flow)
-    pieces, config, plan = served_pieces(source, flow, tp_size=arguments.tp)
-    write_hf(arguments, source, pieces, config, [f"{flow.name}: {plan.summary()}"])
+    write_served(arguments, source)

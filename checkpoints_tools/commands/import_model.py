@@ -44,13 +44,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace, source: "TensorSource") -> None:
     from checkpoints_tools.commands.writing import cast
     from checkpoints_tools.opening import refuse_quantised
-    from checkpoints_tools.pieces import checked_map
     from checkpoints_tools.progress import Progress, format_bytes
     from checkpoints_tools.torch_dist import plan_checkpoint, write_directory
 
     refuse_quantised(source, "import")
     source = cast(source, arguments.dtype)
-    plan = plan_checkpoint(source, checked_map(source))
+    plan = plan_checkpoint(source)
     if arguments.dry_run:
         size = format_bytes(plan.nbytes)
         print(f"{arguments.target}: {len(plan.shapes)} tensors, {size}")

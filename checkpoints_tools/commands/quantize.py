@@ -21,14 +21,10 @@ def add_parser(commands: options.Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
-    from checkpoints_tools.commands.writing import write_hf
+    from checkpoints_tools.commands.writing import write_served
     from checkpoints_tools.hf import HFReader
     from checkpoints_tools.opening import refuse_quantised
-    from checkpoints_tools.pieces import served_pieces
-    from megatron_rl.precision import resolve_flow
 
     source = HFReader(arguments.source)
     refuse_quantised(source, "quantize")
-    flow = resolve_flow(arguments.flow)
-    pieces, config, plan = served_pieces(source, flow, tp_size=arguments.tp)
-    write_hf(arguments, source, pieces, config, [f"{flow.name}: {plan.summary()}"])
+    write_served(arguments, source)

@@ -32,19 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
     from checkpoints_tools.compare import compare
     from checkpoints_tools.hf import HFReader
     from checkpoints_tools.opening import refuse_quantised
-    from checkpoints_tools.pieces import checked_map
     from checkpoints_tools.progress import Progress
     from checkpoints_tools.torch_dist import open_checkpoint, plan_checkpoint, write_directory
 
     source = HFReader(arguments.source)
     refuse_quantised(source, "roundtrip")
-    parameters = checked_map(source)
-    plan = plan_checkpoint(source, parameters)
+    plan = plan_checkpoint(source)
     with TemporaryDirectory(prefix="roundtrip.", dir=arguments.work_dir) as folder:
         target = Path(folder) / "megatron"
         with Progress("writing", plan.nbytes, quiet=arguments.quiet) as progress:
             write_directory(target, source, plan, workers=arguments.workers, on_bytes=progress)
         back = open_checkpoint(target)
-        result = compare(source, back, names=parameters.hf_shapes)
+        result = compare(source, back, names=back)
     print(result.text())
     return 0 if result.is_equal else 1

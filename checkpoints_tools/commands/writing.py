@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from checkpoints_tools.hf_writer import plan_shards, write_planned
+from checkpoints_tools.pieces import served_pieces
 from checkpoints_tools.progress import Progress, format_bytes
 from checkpoints_tools.safetensors_writer import Piece
 from checkpoints_tools.source import CastSource, TensorSource
+from megatron_rl.precision import resolve_flow
 
 
 def cast(source: TensorSource, dtype: str | None) -> TensorSource:
@@ -44,3 +46,10 @@ def write_hf(
             on_bytes=progress,
         )
     print("\n".join([str(arguments.target), *notes]))
+
+
+def write_served(arguments: argparse.Namespace, source: TensorSource) -> None:
+    """Write codes and scales as the arguments of `options.add_flow` and `add_writing` say."""
+    flow = resolve_flow(arguments.flow)
+    pieces, config, plan = served_pieces(source, flow, tp_size=arguments.tp)
+    write_hf(arguments, source, pieces, config, [f"{flow.name}: {plan.summary()}"])

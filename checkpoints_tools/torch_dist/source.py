@@ -20,6 +20,13 @@ from megatron_rl.models import parameter_map
 from megatron_rl.models.entry import ParameterEntry
 
 
+class _ReadAhead(threading.local):
+    """Tensors that a thread read together with another one and was not asked for yet."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+
 class MegatronSource(TensorSource):
     """The tensors of a model in a `torch_dist` directory, by Hugging Face name, read when asked."""
 
@@ -48,8 +55,7 @@ class MegatronSource(TensorSource):
             self._places[entry.megatron_name] = self._find(keys, entry)
             self._entries |= dict.fromkeys(entry.hf_names, entry)
         self._check_nothing_is_left()
-        # A thread keeps the tensors that it read together and was not asked for yet.
-        self._read_ahead = threading.local()
+        self._read_ahead = _ReadAhead()
 
     def _find(self, keys: KeyMap, entry: ParameterEntry) -> Location:
         try:
@@ -98,9 +104,8 @@ class MegatronSource(TensorSource):
             KeyError: There is no tensor of that name.
             ValueError: The file that holds it is damaged.
         """
-        ahead: dict[str, Tensor] = self._read_ahead.__dict__.setdefault("tensors", {})
-        if name in ahead:
-            return ahead.pop(name)
+        if name in self._read_ahead.tensors:
+            return self._read_ahead.tensors.pop(name)
         if name not in self._entries:
             raise KeyError(f"{self.path} has no tensor {name}")
         entry = self._entries[name]
@@ -108,9 +113,8 @@ class MegatronSource(TensorSource):
             return self._half(entry, entry.hf_names.index(name))
         (key,) = self._places[entry.megatron_name].keys
         full = self._read(entry, key, 0, entry.shape[0])
-        ahead.clear()
-        ahead.update(entry.to_hf(full))
-        return ahead.pop(name)
+        self._read_ahead.tensors = entry.to_hf(full)
+        return self._read_ahead.tensors.pop(name)
 
     def _half(self, entry: ParameterEntry, which: int) -> Tensor:
         """The gate or the up projection, without reading the other."""

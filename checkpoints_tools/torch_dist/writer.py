@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoints_tools.hf import write_json
+from checkpoints_tools.pieces import checked_map
 from checkpoints_tools.source import TensorSource
 from checkpoints_tools.torch_dist.keys import KeyMap
 from checkpoints_tools.torch_dist.reader import BACKEND, METADATA
-from megatron_rl.models import ParameterMap
 from megatron_rl.models.entry import ParameterEntry
 
 COMMON = "common.pt"
@@ -72,19 +72,20 @@ class Plan:
         return sum(chunk.nbytes for chunk in self.chunks)
 
 
-def plan_checkpoint(source: TensorSource, parameters: ParameterMap) -> Plan:
+def plan_checkpoint(source: TensorSource) -> Plan:
     """Decides what is written where.
 
     Raises:
-        ValueError: A tensor has another shape than the config asks for, or tensors that Megatron
-            stores as one have different dtypes.
+        ValueError: The source is not of its config, see `pieces.checked_map`, or tensors that
+            Megatron stores as one have different dtypes.
     """
     chunks: list[Chunk] = []
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, tuple[torch.dtype, str]] = {}
+    parameters = checked_map(source)
     keys = KeyMap(parameters)
     for entry in parameters:
-        _check(source, entry)
+        _check_one_dtype(source, entry)
         for place in keys.written(entry):
             (key,) = place.keys
             shapes[key] = (*place.stack, *entry.shape)
@@ -102,13 +103,8 @@ def plan_checkpoint(source: TensorSource, parameters: ParameterMap) -> Plan:
     return Plan(tuple(chunks), shapes, tuple(keys.extra_states()))
 
 
-def _check(source: TensorSource, entry: ParameterEntry) -> None:
-    for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
-        if source.shape(name) != shape:
-            raise ValueError(
-                f"{name} has shape {list(source.shape(name))}, but the model config asks for "
-                f"{list(shape)}: the weights and config.json are not of one model."
-            )
+def _check_one_dtype(source: TensorSource, entry: ParameterEntry) -> None:
+    for name in entry.hf_names:
         dtype, first = source.dtype(name), source.dtype(entry.hf_names[0])
         if dtype != first:
             raise ValueError(

@@ -30,16 +30,20 @@ FAST = ("tp2-rollout-tp1", "dp2-rollout-tp2")
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory, tiny_model_dir):
+def start(tiny_model_dir):
     # Biases and a head of its own: both are cut and gathered.
-    model = tiny_model_dir("qwen2", tie_word_embeddings=False)
+    return tiny_model_dir("qwen2", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, start):
     changes = {
         "precision.flow": "fp32",
         "trainer.save_final_checkpoint": False,
         "logging.rollout_samples": 16,
         "policy.optimizer": {"lr": 0.003, "epsilon": 1e-4},
     }
-    return write_recipe(tmp_path_factory.mktemp("distributed"), model, **changes)
+    return write_recipe(tmp_path_factory.mktemp("distributed"), start, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +99,15 @@ def check_equal_runs(run_dir, expected, *, rel=1e-5):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in LAYOUTS]
 )
-def test_a_layout_runs_like_one_process(recipe, one_process, tiny_model_dir, name):
+def test_a_layout_runs_like_one_process(recipe, one_process, start, name):
     nproc, options = LAYOUTS[name]
     run_dir = train_on(nproc, recipe, name, *options)
     check_equal_runs(run_dir, one_process)
-    start = tiny_model_dir("qwen2", tie_word_embeddings=False)
     assert distance_of_weights(run_dir, one_process, start) < 1e-5
 
 
 @pytest.mark.distributed
-def test_a_pipeline_run_has_the_bits_of_one_process(recipe, tiny_model_dir):
+def test_a_pipeline_run_has_the_bits_of_one_process(recipe, start):
     """Pipelining splits no sum but the gradient norm's, which clipping divides by; so it is off."""
     unclipped = "policy.optimizer.clip_grad=0"
     one = train(recipe, "name=one-unclipped", unclipped)
@@ -112,13 +115,12 @@ def test_a_pipeline_run_has_the_bits_of_one_process(recipe, tiny_model_dir):
     check_equal_runs(two, one)
     ours, theirs = metrics_of(two), metrics_of(one)
     assert [ours[s, "actor/loss"] for s in STEPS] == [theirs[s, "actor/loss"] for s in STEPS]
-    start = tiny_model_dir("qwen2", tie_word_embeddings=False)
     assert distance_of_weights(two, one, start) == 0
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_tp2_run_resumed_at_pp2_continues_the_unbroken_run(recipe, one_process, tiny_model_dir):
+def test_a_tp2_run_resumed_at_pp2_continues_the_unbroken_run(recipe, one_process, start):
     # The first half ends with an evaluation at step 2, which the unbroken run did not make.
     first_half = ("trainer.total_steps=2", "trainer.export_hf=false")
     first = train_on(
@@ -135,7 +137,6 @@ def test_a_tp2_run_resumed_at_pp2_continues_the_unbroken_run(recipe, one_process
     for step in STEPS:
         for key in ("actor/grad_norm", "actor/entropy", "actor/loss", "actor/lr"):
             assert ours[step, key] == pytest.approx(theirs[step, key], rel=1e-5), (step, key)
-    start = tiny_model_dir("qwen2", tie_word_embeddings=False)
     assert distance_of_weights(second, one_process, start) < 1e-5
 
 

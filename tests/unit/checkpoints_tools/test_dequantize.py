@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -132,12 +133,8 @@ def test_wrong_block_scales_are_refused_and_nothing_is_left(tmp_path, capsys, sc
     assert cli.main(["dequantize", str(tmp_path / "m"), str(tmp_path / "out"), "--quiet"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "a.weight" in error
-    pytest.raises(ValueError, _raise, error).match(said)
+    assert re.search(said, error)
     assert os.listdir(tmp_path) == ["m"]
-
-
-def _raise(text):
-    raise ValueError(text)
 
 
 @pytest.mark.parametrize(
