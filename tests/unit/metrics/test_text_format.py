@@ -95,10 +95,13 @@ def test_last_line_is_the_question(prompt, question):
 @given(st.text(), st.integers(4, 40))
 def test_shortened_text_keeps_both_ends(text, limit):
     shown = shorten(text, limit)
-    assert len(shown) <= limit
-    if len(text) > limit:
-        head, tail = shown.split("...", 1) if text.count("...") == 0 else ("", "")
-        assert text.startswith(head)
-        assert text.endswith(tail)
-    else:
+    if len(text) <= limit:
         assert shown == text
+        return
+    assert len(shown) == limit
+    cuts = [at for at in range(limit - 2) if shown[at : at + 3] == "..."]
+    ends = [(shown[:at], shown[at + 3 :]) for at in cuts]
+    assert any(
+        text.startswith(head) and text.endswith(tail) and abs(len(head) - len(tail)) <= 1
+        for head, tail in ends
+    )
