@@ -58,21 +58,25 @@ def compare_logits(a: TensorSource, b: TensorSource) -> LogitsComparison:
 
 
 def _log_probs(source: TensorSource, ids: Tensor) -> Tensor:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if "quantization_config" in source.config:
         source = DequantizedSource(source, torch.float32)
     config = dict(source.config)  # not ours to change
     hf_config = AutoConfig.for_model(config.pop("model_type"), **config)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
-    tensors = {name: source[name].float() for name in source}
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    tied = {"lm_head.weight"} if hf_config.tie_word_embeddings else set()
-    if set(missing) - tied or unexpected:
+    # Not load_state_dict: transformers holds experts in other tensors than files do.
+    model, info = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].from_pretrained(
+        None,
+        config=hf_config,
+        state_dict={name: source[name].float() for name in source},
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    problems = {what: sorted(map(str, names)) for what, names in info.items() if names}
+    if problems:
         raise ValueError(
-            f"{source.path} does not fit transformers' {type(model).__name__}: missing "
-            f"{sorted(set(missing) - tied)[:3]}, unexpected {list(unexpected)[:3]}."
+            f"{source.path} does not fit transformers' {type(model).__name__}: {problems}."
         )
-    model.tie_weights()
     with torch.inference_mode():
-        return model(ids).logits.float().log_softmax(-1)
+        return model.eval()(ids).logits.float().log_softmax(-1)

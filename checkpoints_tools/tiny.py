@@ -18,6 +18,7 @@ from torch import Tensor
 from checkpoints_tools.atomic import new_directory
 from checkpoints_tools.hf import fill_hf_directory, write_json
 from megatron_rl.models import families, parameter_map
+from megatron_rl.models.family import Family
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 _SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
@@ -39,6 +40,8 @@ def write_tiny_model(
     num_query_groups: int = 2,
     head_dim: int | None = None,
     ffn_hidden_size: int = 192,
+    num_experts: int = 4,
+    decoder_sparse_step: int = 1,
     vocab_size: int = BYTE_VOCAB_SIZE,
     max_position_embeddings: int = 1024,
     tie_word_embeddings: bool = False,
@@ -52,14 +55,16 @@ def write_tiny_model(
 
     Args:
         path: Directory to make.
-        family: Family name: `llama`, `mistral`, `qwen2` or `qwen3`.
+        family: Family name: `llama`, `mistral`, `qwen2`, `qwen3`, `mixtral` or `qwen3_moe`.
         num_layers: Decoder layers.
         hidden_size: Width of the residual stream.
         num_attention_heads: Query heads.
         num_query_groups: Key/value heads.
         head_dim: Width of a head; hidden_size / num_attention_heads when None. vLLM's CPU
             attention needs 32 or more, and its Qwen2 takes only this default.
-        ffn_hidden_size: Width of the feed-forward layer.
+        ffn_hidden_size: Width of the feed-forward layer, or of an expert.
+        num_experts: Experts of a layer, in the families that have any; a token uses two.
+        decoder_sparse_step: `qwen3_moe` only: every how manyth layer has experts.
         vocab_size: Rows of the embedding; with the byte tokenizer at least `BYTE_VOCAB_SIZE`, and
             further ids are named `<|extra_N|>`.
         max_position_embeddings: Context length in tokens.
@@ -81,8 +86,9 @@ def write_tiny_model(
             f"vocab_size={vocab_size} is too small for the byte tokenizer: it needs "
             f"{BYTE_VOCAB_SIZE}, or tokenizer=None."
         )
+    described = _family(family)
     config: dict[str, Any] = {
-        "architectures": [_architecture(family)],
+        "architectures": [described.architecture],
         "model_type": family,
         "num_hidden_layers": num_layers,
         "hidden_size": hidden_size,
@@ -103,6 +109,11 @@ def write_tiny_model(
     }
     if family == "mistral":
         config["sliding_window"] = None
+    if experts := described.experts:
+        config |= {experts.num_experts_key: num_experts, "num_experts_per_tok": 2}
+        config |= {experts.ffn_key: ffn_hidden_size}
+    if family == "qwen3_moe":
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": decoder_sparse_step}
     path = Path(path)
     with new_directory(path, overwrite=overwrite) as directory:
         weights = _weights(config, std=std, seed=seed, dtype=dtype)
@@ -114,11 +125,11 @@ def write_tiny_model(
     return path
 
 
-def _architecture(family: str) -> str:
-    known = {known.name: known.architecture for known in families()}
-    if family not in known:
-        raise ValueError(f"Unknown model family {family!r}; supported are {', '.join(known)}.")
-    return known[family]
+def _family(name: str) -> Family:
+    known = {family.name: family for family in families()}
+    if name not in known:
+        raise ValueError(f"Unknown model family {name!r}; supported are {', '.join(known)}.")
+    return known[name]
 
 
 def _weights(

@@ -12,6 +12,7 @@ SIZES = {
     "num_query_groups": "key/value heads",
     "head_dim": "width of a head",
     "ffn_hidden_size": "width of the feed-forward layer",
+    "num_experts": "experts of a layer, in families that have any",
     "vocab_size": "rows of the embedding",
     "max_position_embeddings": "context length in tokens",
     "seed": "seed of the weights",

@@ -11,10 +11,11 @@ from megatron_rl.models.hf_config import eos_token_ids, model_spec
 from megatron_rl.models.linears import linear_plan, linear_shapes
 from megatron_rl.models.mapping import ParameterMap, parameter_map
 from megatron_rl.models.registry import families, family_of
-from megatron_rl.models.spec import ModelSpec, RopeSpec
+from megatron_rl.models.spec import ModelSpec, MoESpec, RopeSpec
 
 __all__ = [
     "ModelSpec",
+    "MoESpec",
     "ParameterMap",
     "RopeSpec",
     "eos_token_ids",

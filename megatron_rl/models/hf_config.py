@@ -9,7 +9,9 @@ Quantisation, tokenizer and generation settings are not read here, except for to
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from megatron_rl.models.hf_moe import moe_spec
 from megatron_rl.models.hf_rope import rope_spec
+from megatron_rl.models.hf_values import positive_float, positive_int
 from megatron_rl.models.registry import family_of
 from megatron_rl.models.spec import ModelSpec
 
@@ -63,11 +65,11 @@ def model_spec(hf_config: HFConfig, *, generation_config: HFConfig | None = None
     if family.check is not None:
         family.check(config)
 
-    hidden_size = _positive_int(config, "hidden_size")
-    num_heads = _positive_int(config, "num_attention_heads")
+    hidden_size = positive_int(config, "hidden_size")
+    num_heads = positive_int(config, "num_attention_heads")
     if config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = num_heads
-    num_groups = _positive_int(config, "num_key_value_heads")
+    num_groups = positive_int(config, "num_key_value_heads")
     if num_heads % num_groups:
         raise ValueError(
             f"num_attention_heads={num_heads} in the model config is not a multiple of "
@@ -80,12 +82,12 @@ def model_spec(hf_config: HFConfig, *, generation_config: HFConfig | None = None
                 "and the model config gives no head_dim."
             )
         config["head_dim"] = hidden_size // num_heads
-    head_dim = _positive_int(config, "head_dim")
+    head_dim = positive_int(config, "head_dim")
     if head_dim % 2:
         raise ValueError(
             f"head_dim={head_dim} in the model config is odd: rotary embedding needs an even one."
         )
-    vocab_size = _positive_int(config, "vocab_size")
+    vocab_size = positive_int(config, "vocab_size")
     eos = eos_token_ids(raw, generation_config)
     pad = config.get("pad_token_id")
     bos = config["bos_token_id"]
@@ -95,19 +97,20 @@ def model_spec(hf_config: HFConfig, *, generation_config: HFConfig | None = None
     return ModelSpec(
         family=family.name,
         architecture=family.architecture,
-        num_layers=_positive_int(config, "num_hidden_layers"),
+        num_layers=positive_int(config, "num_hidden_layers"),
         hidden_size=hidden_size,
         num_attention_heads=num_heads,
         num_query_groups=num_groups,
         head_dim=head_dim,
-        ffn_hidden_size=_positive_int(config, "intermediate_size"),
+        ffn_hidden_size=positive_int(config, "intermediate_size"),
         vocab_size=vocab_size,
-        max_position_embeddings=_positive_int(config, "max_position_embeddings"),
-        norm_epsilon=_positive_float(config, "rms_norm_eps"),
+        max_position_embeddings=positive_int(config, "max_position_embeddings"),
+        norm_epsilon=positive_float(config, "rms_norm_eps"),
         rope=rope_spec(config),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        moe=None if family.experts is None else moe_spec(config, family.experts),
         bos_token_id=bos,
         # Some checkpoints pad with an id outside the vocabulary (-1); padding is never embedded.
         pad_token_id=pad if _is_token_id(pad, vocab_size) else None,
@@ -178,26 +181,6 @@ def _check_implemented(config: Mapping[str, Any]) -> None:
             f"layer_types in the model config contains {', '.join(other)}; only full_attention is "
             "implemented."
         )
-
-
-def _required(config: Mapping[str, Any], key: str) -> Any:
-    if config.get(key) is None:
-        raise ValueError(f"The model config has no {key}; config.json must set it.")
-    return config[key]
-
-
-def _positive_int(config: Mapping[str, Any], key: str) -> int:
-    value = _required(config, key)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key}={value!r} in the model config must be a positive integer.")
-    return value
-
-
-def _positive_float(config: Mapping[str, Any], key: str) -> float:
-    value = _required(config, key)
-    if type(value) not in (int, float) or not value > 0:
-        raise ValueError(f"{key}={value!r} in the model config must be a positive number.")
-    return float(value)
 
 
 def _is_token_id(value: Any, vocab_size: int) -> bool:

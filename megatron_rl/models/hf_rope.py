@@ -31,7 +31,8 @@ def rope_spec(config: Mapping[str, Any]) -> RopeSpec:
     """Read the rotary embedding of a Hugging Face config.
 
     Args:
-        config: Content of `config.json`, in either spelling.
+        config: Content of `config.json`, in either spelling. `default_rope_theta`, which only a
+            family's defaults have, is theta where neither spelling gives one.
 
     Returns:
         The rotary embedding, theta defaulting to 10000 as in transformers.
@@ -83,7 +84,8 @@ def _read(key: str, values: Any, config: Mapping[str, Any]) -> RopeSpec:
             f"rope_theta={outer!r} and {key}.rope_theta={theta!r} in the model config disagree; "
             "remove one of them."
         )
-    theta = theta if theta is not None else outer if outer is not None else _DEFAULT_THETA
+    if theta is None:
+        theta = config.get("default_rope_theta", _DEFAULT_THETA) if outer is None else outer
     numbers = {name: _number(f"{key}.{name}", values.get(name)) for name in _READS[kind]}
     original = numbers.pop("original_max_position_embeddings", None)
     if kind == "llama3" and not numbers["low_freq_factor"] < numbers["high_freq_factor"]:

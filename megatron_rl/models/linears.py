@@ -1,6 +1,6 @@
 """The linear layers of a model, as the precision flow looks at them."""
 
-from megatron_rl.models.layout import FusedGateUp, FusedQKV
+from megatron_rl.models.layout import FusedGateUp, FusedQKV, Replicated
 from megatron_rl.models.mapping import ParameterMap
 from megatron_rl.precision import LinearPlan, LinearShape, PrecisionFlow, plan_linears
 
@@ -41,16 +41,20 @@ def linear_shapes(parameters: ParameterMap) -> tuple[LinearShape, ...]:
             unit = parameters.spec.head_dim
         elif isinstance(entry.layout, FusedGateUp):
             unit = rows[0]
-        assert entry.tp_axis in (0, 1), entry.megatron_name
+        name = entry.megatron_name.removesuffix(".weight")
+        is_router = isinstance(entry.layout, Replicated)
+        experts, is_expert, _ = name.partition(".local_experts.")
         shapes.append(
             LinearShape(
-                name=entry.megatron_name.removesuffix(".weight"),
+                name=name,
                 hf_modules=tuple(name.removesuffix(".weight") for name in entry.hf_names),
                 part_rows=rows,
                 columns=entry.hf_shapes[0][1],
                 row_unit=unit,
                 tp_axis=entry.tp_axis,
                 layer=entry.layer,
+                never_because="a router, which picks experts" if is_router else None,
+                together=experts if is_expert else None,
             )
         )
     return tuple(shapes)

@@ -5,8 +5,8 @@ a name or a layout is written down once. The map is complete by construction (it
 config), hence the checks of key sets: a checkpoint with a tensor too few or too many is an error
 that names it, never a model with some random weights in it.
 
-Megatron's names are those of megatron-core's GPTModel with the local layer spec. Expert layers and
-multi-token prediction are not described.
+Megatron's names are those of megatron-core's GPTModel with the local layer spec, experts one by one
+(`SequentialMLP`) and with global numbers. Multi-token prediction is not described.
 """
 
 from collections import Counter
@@ -17,6 +17,7 @@ from functools import cached_property
 from megatron_rl.models.entry import ParameterEntry
 from megatron_rl.models.hf_config import HFConfig, model_spec
 from megatron_rl.models.layout import FusedGateUp, FusedQKV, Layout, Replicated, Sliced, Vocab
+from megatron_rl.models.registry import family_named
 from megatron_rl.models.spec import ModelSpec
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -90,11 +91,11 @@ class ParameterMap:
 
     def tp_sizes(self) -> tuple[int, ...]:
         """All tensor-parallel sizes that can split this model."""
-        one_layer = [entry for entry in self.entries if not entry.layer]
+        kinds = {(entry.layout, entry.shape): entry for entry in self.entries}.values()
         return tuple(
             size
             for size in range(1, self.spec.num_attention_heads + 1)
-            if not any(entry.tp_problem(size) for entry in one_layer)
+            if not any(entry.tp_problem(size) for entry in kinds)
         )
 
     def check_tp(self, tp_size: int) -> None:
@@ -206,7 +207,7 @@ def parameter_map(
 
 
 def _layer_entries(spec: ModelSpec, layer: int) -> Iterator[ParameterEntry]:
-    hidden, head, ffn = spec.hidden_size, spec.head_dim, spec.ffn_hidden_size
+    hidden, head = spec.hidden_size, spec.head_dim
     q_size, kv_size = spec.num_attention_heads * head, spec.num_query_groups * head
     qkv = FusedQKV(spec.num_query_groups, spec.q_per_group)
     qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -223,22 +224,37 @@ def _layer_entries(spec: ModelSpec, layer: int) -> Iterator[ParameterEntry]:
             layout=layout,
         )
 
-    norm = Replicated()
-    yield entry("input_layernorm.weight", norm, ((hidden,),), "input_layernorm")
+    whole = Replicated()
+    yield entry("input_layernorm.weight", whole, ((hidden,),), "input_layernorm")
     qkv_shapes = ((q_size, hidden), (kv_size, hidden), (kv_size, hidden))
     yield entry("self_attention.linear_qkv.weight", qkv, qkv_shapes, *qkv_names)
     if spec.qkv_bias:
         bias_shapes = ((q_size,), (kv_size,), (kv_size,))
         yield entry("self_attention.linear_qkv.bias", qkv, bias_shapes, *qkv_names)
     if spec.qk_norm:
-        yield entry("self_attention.q_layernorm.weight", norm, ((head,),), "self_attn.q_norm")
-        yield entry("self_attention.k_layernorm.weight", norm, ((head,),), "self_attn.k_norm")
+        yield entry("self_attention.q_layernorm.weight", whole, ((head,),), "self_attn.q_norm")
+        yield entry("self_attention.k_layernorm.weight", whole, ((head,),), "self_attn.k_norm")
     proj_shape = ((hidden, q_size),)
     yield entry("self_attention.linear_proj.weight", Sliced(1), proj_shape, "self_attn.o_proj")
-    yield entry("pre_mlp_layernorm.weight", norm, ((hidden,),), "post_attention_layernorm")
-    fc1_shapes = ((ffn, hidden), (ffn, hidden))
-    yield entry("mlp.linear_fc1.weight", FusedGateUp(), fc1_shapes, "mlp.gate_proj", "mlp.up_proj")
-    yield entry("mlp.linear_fc2.weight", Sliced(1), ((hidden, ffn),), "mlp.down_proj")
+    yield entry("pre_mlp_layernorm.weight", whole, ((hidden,),), "post_attention_layernorm")
+
+    def feed_forward(megatron: str, ffn: int, *hf: str) -> Iterator[ParameterEntry]:
+        fc1_shapes = ((ffn, hidden), (ffn, hidden))
+        yield entry(f"{megatron}.linear_fc1.weight", FusedGateUp(), fc1_shapes, *hf[:2])
+        yield entry(f"{megatron}.linear_fc2.weight", Sliced(1), ((hidden, ffn),), hf[2])
+
+    moe = spec.moe
+    if moe is None or layer not in moe.layers:
+        names = (f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+        yield from feed_forward("mlp", spec.ffn_hidden_size, *names)
+        return
+    spelling = family_named(spec.family).experts
+    assert spelling is not None
+    yield entry("mlp.router.weight", whole, ((moe.num_experts, hidden),), f"{spelling.block}.gate")
+    for expert in range(moe.num_experts):
+        names = (f"{spelling.block}.experts.{expert}.{part}" for part in spelling.projections)
+        megatron = f"mlp.experts.local_experts.{expert}"
+        yield from feed_forward(megatron, moe.ffn_hidden_size, *names)
 
 
 def _key_problem(given: list[str], expected: set[str], optional: set[str]) -> str | None:

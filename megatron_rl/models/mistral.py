@@ -5,22 +5,9 @@ refused; from version 0.2 on the window is null. A `config.json` without the key
 4096 tokens: that is what transformers assumes.
 """
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from megatron_rl.models.family import Family
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    window, longest = config["sliding_window"], config["max_position_embeddings"]
-    if window is not None and window < longest:
-        raise ValueError(
-            f"sliding_window={window!r} is shorter than max_position_embeddings={longest}, and "
-            "sliding-window attention is not implemented: set sliding_window to null in "
-            f"config.json if no sequence is longer than {window} tokens."
-        )
-
+from megatron_rl.models.family import Family, check_window
 
 MISTRAL = Family(
     name="mistral",
@@ -36,5 +23,5 @@ MISTRAL = Family(
             "sliding_window": 4096,
         }
     ),
-    check=_check,
+    check=check_window,
 )

@@ -10,13 +10,15 @@ from typing import Any
 from megatron_rl.models.family import Family
 from megatron_rl.models.llama import LLAMA
 from megatron_rl.models.mistral import MISTRAL
+from megatron_rl.models.mixtral import MIXTRAL
 from megatron_rl.models.qwen2 import QWEN2
 from megatron_rl.models.qwen3 import QWEN3
+from megatron_rl.models.qwen3_moe import QWEN3_MOE
 
 
 def families() -> tuple[Family, ...]:
     """All supported families."""
-    return (LLAMA, MISTRAL, QWEN2, QWEN3)
+    return (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -43,3 +45,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if not found:
         raise ValueError(f"The model config has {problem}; supported are {supported}.")
     return found[0]
+
+
+def family_named(name: str) -> Family:
+    """The family of a `ModelSpec.family`."""
+    (found,) = (family for family in families() if family.name == name)
+    return found

@@ -31,14 +31,30 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MoESpec:
+    """Layers where a router sends each token to a few of many feed-forward networks."""
+
+    num_experts: int
+    """Number of experts of a layer."""
+    experts_per_token: int
+    """Experts that a token is sent to (Megatron's `moe_router_topk`)."""
+    ffn_hidden_size: int
+    """Width of an expert's gate, and of its up projection."""
+    normalise_weights: bool
+    """True when the weights of a token's experts are made to sum to 1."""
+    layers: frozenset[int]
+    """Decoder layers that have experts; the others are dense."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A dense, pre-norm, RMSNorm, RoPE, SwiGLU decoder with grouped-query attention.
+    """A pre-norm, RMSNorm, RoPE, SwiGLU decoder with grouped-query attention.
 
     All attention is causal and full; no linear has a bias except the fused qkv when `qkv_bias`.
     """
 
     family: str
-    """Short name of the family: `llama`, `mistral`, `qwen2` or `qwen3`."""
+    """Short name of the family, such as `llama`; see `registry.families`."""
     architecture: str
     """Hugging Face architecture name, as in `config.json`."""
     num_layers: int
@@ -52,7 +68,7 @@ class ModelSpec:
     head_dim: int
     """Width of one head (Megatron's `kv_channels`); not always hidden_size / heads."""
     ffn_hidden_size: int
-    """Width of the gate, and of the up projection."""
+    """Width of the gate, and of the up projection, in layers without experts."""
     vocab_size: int
     """Rows of the embedding in the Hugging Face checkpoint, before Megatron's padding."""
     max_position_embeddings: int
@@ -67,6 +83,8 @@ class ModelSpec:
     """True when q, k and v projections have a bias (the output projection has none)."""
     qk_norm: bool
     """True when each query and key head goes through an RMSNorm before RoPE."""
+    moe: MoESpec | None = None
+    """Experts; None for a dense model."""
     bos_token_id: int | None
     """Id of the beginning-of-sequence token, None when the model has none."""
     pad_token_id: int | None

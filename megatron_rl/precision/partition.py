@@ -9,7 +9,8 @@ per query group. The two grids of blocks coincide exactly when
 - for the fused gate and up, the feed-forward width per rank is.
 
 A layer that fails this at TP 1 is *exempt*: it stays in the compute dtype in training, in rollout
-and in checkpoints alike. A layer that is quantised but cannot be cut at the chosen TP is a
+and in checkpoints alike. So do routers, and all experts of a layer as soon as one is exempt, since
+vLLM holds them in one tensor. A layer that is quantised but cannot be cut at the chosen TP is a
 *violation*, which names sizes that work. One list, made here, serves every side.
 
 This module imports no torch; shapes come in as plain numbers.
@@ -18,6 +19,7 @@ This module imports no torch; shapes come in as plain numbers.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 BLOCK = 128
 _LARGEST_TP = 64
@@ -38,10 +40,15 @@ class LinearShape:
     row_unit: int
     """Rows that are never taken apart when parts are fused or split: the head dimension for qkv,
     a whole part for gate and up, all rows for a single part."""
-    tp_axis: int
-    """0: rows are split over tensor-parallel ranks (column parallel); 1: columns are."""
+    tp_axis: int | None
+    """0: rows are split over tensor-parallel ranks (column parallel); 1: columns are; None: whole
+    on every rank."""
     layer: int
     """Decoder layer, from 0."""
+    never_because: str | None = None
+    """Why the layer is never quantised, whatever its shape; None where it may be."""
+    together: str | None = None
+    """Layers that have one such name are quantised all or none: the experts of a layer."""
 
     def block_problem(self, tp_size: int = 1) -> str | None:
         """Why Megatron's and vLLM's blocks differ at a TP size, or None where they coincide."""
@@ -83,7 +90,12 @@ class LinearPlan:
 
     def is_quantised(self, name: str) -> bool:
         """Whether a layer is quantised, by its Megatron name or a Hugging Face module name."""
-        return any(name == shape.name or name in shape.hf_modules for shape in self.quantised)
+        return name in self._quantised_names
+
+    @cached_property
+    def _quantised_names(self) -> frozenset[str]:
+        shapes = self.quantised
+        return frozenset(name for shape in shapes for name in (shape.name, *shape.hf_modules))
 
     @property
     def exempt_hf_modules(self) -> tuple[str, ...]:
@@ -132,17 +144,23 @@ def plan_linears(
                 f"precision.exempt_modules: {pattern!r} matches no linear layer of this model; "
                 f"names are such as {shapes[0].hf_modules[0]!r}, and * matches anything"
             )
+
+    def reason_of(shape: LinearShape) -> str | None:
+        if shape.never_because is not None:
+            return shape.never_because
+        if shape.layer < exempt_first_layers:
+            return f"one of the first {exempt_first_layers} layers"
+        if shape.layer >= num_layers - exempt_last_layers:
+            return f"one of the last {exempt_last_layers} layers"
+        if named := [pattern for pattern in patterns if _matches(shape, pattern)]:
+            return f"named by {named[0]!r}"
+        return shape.block_problem()
+
+    reasons = {shape.name: reason_of(shape) for shape in shapes}
+    of_groups = {s.together: reasons[s.name] for s in shapes if s.together and reasons[s.name]}
     quantised, exempt = [], []
     for shape in shapes:
-        reason = None
-        if shape.layer < exempt_first_layers:
-            reason = f"one of the first {exempt_first_layers} layers"
-        elif shape.layer >= num_layers - exempt_last_layers:
-            reason = f"one of the last {exempt_last_layers} layers"
-        elif named := [pattern for pattern in patterns if _matches(shape, pattern)]:
-            reason = f"named by {named[0]!r}"
-        else:
-            reason = shape.block_problem()
+        reason = reasons[shape.name] or (shape.together and of_groups.get(shape.together))
         if reason is None:
             quantised.append(shape)
         else:

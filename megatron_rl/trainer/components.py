@@ -115,13 +115,19 @@ def read_model(model_path: Path) -> tuple[ModelSpec, tuple[int, ...]]:
     """The model's description and its EOS tokens.
 
     Raises:
-        ValueError: The model is not supported or names no EOS token.
+        ValueError: The model cannot be trained or names no EOS token.
     """
     reader = HFReader(model_path)
     eos = eos_token_ids(reader.config, reader.generation_config)
     if not eos:
         raise ValueError(f"{model_path} names no EOS token; add eos_token_id to its config.json")
-    return model_spec(reader.config), tuple(eos)
+    spec = model_spec(reader.config)
+    if spec.moe is not None:
+        raise ValueError(
+            f"{model_path} is a {spec.architecture}, and training models with experts is not "
+            "implemented (checkpoints-tools converts them); use a dense model"
+        )
+    return spec, tuple(eos)
 
 
 def build_components(config: RunConfig, inputs: Inputs, layout: ParallelLayout) -> Components:

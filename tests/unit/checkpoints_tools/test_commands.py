@@ -25,6 +25,8 @@ FAMILIES = [
     ("qwen2", True),
     ("qwen2", False),
     ("qwen3", True),
+    ("mixtral", False),
+    ("qwen3_moe", True),
 ]
 
 
@@ -84,10 +86,16 @@ def test_quantised_is_what_weight_sync_would_send(capsys, tmp_path, tiny_model_d
     expected = dict(p for name in reader for p in encode(name, reader[name], flow, plan))
     assert set(fp8) == set(expected)
     assert all(same_bits(fp8[name], tensor) for name, tensor in expected.items())
-    assert sum(name.endswith("_scale_inv") for name in fp8) == 14  # 7 in each of 2 layers
+    # Of each of 2 layers: q, k, v, o, and three of the feed-forward or of each of 4 experts.
+    experts = 4 if family in ("mixtral", "qwen3_moe") else 1
+    assert sum(name.endswith("_scale_inv") for name in fp8) == 2 * (4 + 3 * experts)
     quantization = fp8.config["quantization_config"]
     assert quantization["weight_block_size"] == [128, 128]
-    assert quantization["modules_to_not_convert"] == ["lm_head"]
+    routers = {
+        "mixtral": [f"model.layers.{i}.block_sparse_moe.gate" for i in range(2)],
+        "qwen3_moe": [f"model.layers.{i}.mlp.gate" for i in range(2)],
+    }
+    assert quantization["modules_to_not_convert"] == ["lm_head", *routers.get(family, [])]
     assert (tmp_path / "fp8" / "tokenizer.json").is_file()
     # The same bytes come from the Megatron checkpoint.
     done(capsys, "import", source, tmp_path / "megatron")
@@ -100,7 +108,7 @@ def test_quantised_is_what_weight_sync_would_send(capsys, tmp_path, tiny_model_d
     done(capsys, "quantize", tmp_path / "values", tmp_path / "again")
     done(capsys, "dequantize", tmp_path / "again", tmp_path / "values-again")
     assert same_tensors(tmp_path / "values", tmp_path / "values-again")
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = "model.layers.1.self_attn.o_proj.weight"
     values = HFReader(tmp_path / "values")
     assert "quantization_config" not in values.config
     assert 0 < (values[name] - reader[name]).norm() < 0.04 * reader[name].norm()

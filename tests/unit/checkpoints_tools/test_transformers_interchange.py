@@ -6,7 +6,7 @@ import torch
 from checkpoints_tools import cli
 
 FAMILIES = [("llama", False), ("mistral", False), ("qwen2", True), ("qwen2", False)]
-FAMILIES += [("qwen3", False), ("qwen3", True)]
+FAMILIES += [("qwen3", False), ("qwen3", True), ("mixtral", False), ("qwen3_moe", False)]
 
 
 def logits(path):

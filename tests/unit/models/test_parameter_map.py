@@ -76,12 +76,14 @@ def test_round_trip_is_bitwise_at_every_tp(family, tied, groups):
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_and_shapes_are_those_of_transformers(family, tied):
     transformers = pytest.importorskip("transformers")
-    raw = config(family, tied=tied)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(**raw)
-        )
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    sizes = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
+    raw = config(family, tied=tied, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
+    # As files have them: in memory, transformers stacks experts.
+    tensors = revert_weight_conversion(model, model.state_dict())
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     mapping = parameter_map(raw)
     mapping.check_hf_keys(expected)
     assert all(expected[name] == shape for name, shape in mapping.hf_shapes.items())
