@@ -141,6 +141,15 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_written(recipe):
     assert not list(run.glob("checkpoints/*/manifest.json"))
 
 
+def test_a_model_with_experts_is_refused_before_it_is_built(tmp_path, tiny_model_dir):
+    recipe = write_recipe(tmp_path, tiny_model_dir("qwen3_moe"))
+    result = megatron_rl("train", "--config", str(recipe))
+    assert result.returncode == 2, result.stderr
+    assert (
+        "Qwen3MoeForCausalLM, and training models with experts is not implemented" in result.stderr
+    )
+
+
 def test_an_output_directory_that_cannot_be_made_is_one_sentence(recipe):
     result = megatron_rl("train", "--config", str(recipe), "output_dir=/dev/null/runs")
     assert result.returncode == 1, result.stdout + result.stderr
