@@ -10,7 +10,7 @@ def open_source(path: Path, hf_config: Path | None = None) -> TensorSource:
     """Opens a model, without reading a tensor.
 
     Args:
-        path: Hugging Face directory, or any directory that `torch_dist.open_checkpoint` takes.
+        path: Hugging Face directory, or any directory that `locate.open_checkpoint` takes.
         hf_config: Directory with the `config.json` of a Megatron checkpoint that has none.
 
     Raises:
@@ -26,7 +26,7 @@ def open_source(path: Path, hf_config: Path | None = None) -> TensorSource:
         return HFReader(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory with a model.")
-    from checkpoints_tools.torch_dist import open_checkpoint
+    from checkpoints_tools.locate import open_checkpoint
 
     return open_checkpoint(path, hf_config)
 

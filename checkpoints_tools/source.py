@@ -5,8 +5,9 @@ headers, so that a conversion is planned, checked and priced before the first te
 reads a tensor only when it is asked for it, so that models larger than memory pass through.
 """
 
+import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,19 @@ class WrappedSource(TensorSource):
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor, without reading it."""
         return self._source.dtype(name)
+
+
+class ReadAhead(threading.local):
+    """Tensors that a thread read together with another one and was not asked for yet."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, name: str, read: Callable[[], dict[str, Tensor]]) -> Tensor:
+        """A tensor that was read before, or else one of what `read` gives."""
+        if name not in self._tensors:
+            self._tensors = read()
+        return self._tensors.pop(name)
 
 
 def config_in_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

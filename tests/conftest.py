@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from support.te_package import te_environment, te_package  # noqa: F401
+
 # A loaded machine is slow, which says nothing about the code.
 settings.register_profile("no_deadline", deadline=None)
 settings.load_profile("no_deadline")

@@ -22,6 +22,12 @@ def add_parser(commands: options.Commands) -> None:
         help="values, or codes and scales as weight sync sends them (default: %(default)s)",
     )
     options.add_flow(parser)
+    parser.add_argument(
+        "--requantize",
+        action="store_true",
+        help="for --format vllm-fp8: quantise anew the values of weights that are stored in FP8, "
+        "instead of keeping their codes and scales",
+    )
     options.add_dtype(parser, "dtype to round to (default: as stored); for --format hf")
     options.add_hf_config(parser)
     options.add_writing(parser)
@@ -32,11 +38,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command.
 
     Raises:
-        ValueError: The checkpoint cannot be read, or a format and a dtype exclude each other.
+        ValueError: The checkpoint cannot be read, a format and a dtype exclude each other, or FP8
+            codes cannot be kept.
     """
     from checkpoints_tools.commands.writing import cast, write_hf, write_served
+    from checkpoints_tools.locate import open_checkpoint
+    from checkpoints_tools.per_rank import PerRankCodes, codes_of
     from checkpoints_tools.pieces import model_pieces
-    from checkpoints_tools.torch_dist import open_checkpoint
 
     source = open_checkpoint(arguments.source, arguments.hf_config)
     if arguments.format == "hf":
@@ -45,4 +53,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.dtype:
         raise ValueError("--dtype is for --format hf; vllm-fp8 has the dtypes of its --flow.")
-    write_served(arguments, source)
+    codes = source if arguments.requantize else codes_of(source, tp_size=arguments.tp)
+    if isinstance(codes, PerRankCodes):
+        notes = [f"codes and scales as stored: {codes.plan.summary()}"]
+        write_hf(arguments, codes, model_pieces(codes), codes.config, notes)
+    else:
+        write_served(arguments, source)

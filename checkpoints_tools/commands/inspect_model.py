@@ -1,6 +1,7 @@
 """`checkpoints-tools inspect`: print what a checkpoint holds."""
 
 import argparse
+import sys
 
 from checkpoints_tools.commands import options
 
@@ -24,8 +25,13 @@ def run(arguments: argparse.Namespace) -> None:
     import json
 
     from checkpoints_tools.opening import open_source
+    from checkpoints_tools.per_rank import codes_of
     from checkpoints_tools.summary import summarise, table
 
     source = open_source(arguments.source, arguments.hf_config)
+    try:
+        source = codes_of(source)
+    except ValueError as error:  # they cannot be served, but the values can be looked at
+        print(f"FP8 codes are shown as values: {error}", file=sys.stderr)
     summary = summarise(source, with_scales=arguments.scales)
     print(json.dumps(summary, indent=1) if arguments.json else "\n".join(table(summary)))

@@ -31,9 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; 0 when every tensor came back bit for bit, else 1."""
     from checkpoints_tools.compare import compare
     from checkpoints_tools.hf import HFReader
+    from checkpoints_tools.locate import open_checkpoint
     from checkpoints_tools.opening import refuse_quantised
     from checkpoints_tools.progress import Progress
-    from checkpoints_tools.torch_dist import open_checkpoint, plan_checkpoint, write_directory
+    from checkpoints_tools.torch_dist import plan_checkpoint, write_directory
 
     source = HFReader(arguments.source)
     refuse_quantised(source, "roundtrip")

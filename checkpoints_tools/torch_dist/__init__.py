@@ -10,8 +10,8 @@ converted; optimizer and random states are passed over.
 """
 
 from checkpoints_tools.torch_dist.directory import write_directory
-from checkpoints_tools.torch_dist.locate import open_checkpoint
+from checkpoints_tools.torch_dist.reader import is_torch_dist
 from checkpoints_tools.torch_dist.source import MegatronSource
 from checkpoints_tools.torch_dist.writer import plan_checkpoint
 
-__all__ = ["MegatronSource", "open_checkpoint", "plan_checkpoint", "write_directory"]
+__all__ = ["MegatronSource", "is_torch_dist", "plan_checkpoint", "write_directory"]

@@ -8,8 +8,9 @@ from checkpoints_tools.hf import copy_assets, write_json
 from checkpoints_tools.hf_writer import check_space
 from checkpoints_tools.manifest import write_manifest
 from checkpoints_tools.source import TensorSource
-from checkpoints_tools.torch_dist.locate import MANIFEST
 from checkpoints_tools.torch_dist.writer import Plan, write_checkpoint
+
+MANIFEST = "manifest.json"
 
 
 def write_directory(

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from checkpoints_tools.te_tensors import TETensor
 from checkpoints_tools.torch_dist.unpickle import load_item, read_metadata
 
 METADATA = ".metadata"
@@ -184,6 +185,8 @@ class TorchDistReader:
         self, key: str, chunk: _Chunk, box: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> Tensor:
         stored = self._load(chunk.place)
+        if isinstance(stored, TETensor):
+            stored = stored.dequantize()
         if (
             not isinstance(stored, Tensor)
             or tuple(stored.shape) != chunk.sizes

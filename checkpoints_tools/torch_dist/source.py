@@ -5,7 +5,6 @@ each made from the part of the checkpoint that holds it. The parameter map says 
 parameter is read once for all tensors that it holds, as long as they are asked for in order.
 """
 
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints_tools.source import TensorSource
+from checkpoints_tools.source import ReadAhead, TensorSource
 from checkpoints_tools.torch_dist.keys import KeyMap, Location, is_model_key
 from checkpoints_tools.torch_dist.reader import TorchDistReader
 from megatron_rl.models import parameter_map
 from megatron_rl.models.entry import ParameterEntry
-
-
-class _ReadAhead(threading.local):
-    """Tensors that a thread read together with another one and was not asked for yet."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
 
 
 class MegatronSource(TensorSource):
@@ -55,7 +47,7 @@ class MegatronSource(TensorSource):
             self._places[entry.megatron_name] = self._find(keys, entry)
             self._entries |= dict.fromkeys(entry.hf_names, entry)
         self._check_nothing_is_left()
-        self._read_ahead = _ReadAhead()
+        self._read_ahead = ReadAhead()
 
     def _find(self, keys: KeyMap, entry: ParameterEntry) -> Location:
         try:
@@ -104,17 +96,15 @@ class MegatronSource(TensorSource):
             KeyError: There is no tensor of that name.
             ValueError: The file that holds it is damaged.
         """
-        if name in self._read_ahead.tensors:
-            return self._read_ahead.tensors.pop(name)
         if name not in self._entries:
             raise KeyError(f"{self.path} has no tensor {name}")
         entry = self._entries[name]
         if entry.kind == "fused_gate_up":
             return self._half(entry, entry.hf_names.index(name))
         (key,) = self._places[entry.megatron_name].keys
-        full = self._read(entry, key, 0, entry.shape[0])
-        self._read_ahead.tensors = entry.to_hf(full)
-        return self._read_ahead.tensors.pop(name)
+        return self._read_ahead.take(
+            name, lambda: entry.to_hf(self._read(entry, key, 0, entry.shape[0]))
+        )
 
     def _half(self, entry: ParameterEntry, which: int) -> Tensor:
         """The gate or the up projection, without reading the other."""

@@ -6,8 +6,7 @@ of; a file that names anything else is refused, and the refusal says what it nam
 
 import io
 import pickle
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -16,6 +15,9 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+
+from checkpoints_tools.guarded import Refused, guarded
+from checkpoints_tools.te_tensors import TE_CLASSES
 
 _TORCH = "torch.distributed.checkpoint"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -73,8 +75,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
 )
 
 
-class _Refused(pickle.UnpicklingError):
-    """The pickle names something that is not in the table."""
+_TE_GLOBALS = [(stand_in, ".".join(name)) for name, stand_in in TE_CLASSES.items()]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -83,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
             return ALLOWED[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise _Refused(f"{module}.{name}")
+        raise Refused(f"{module}.{name}")
 
 
 def read_metadata(file: Path) -> Metadata:
@@ -95,7 +96,7 @@ def read_metadata(file: Path) -> Metadata:
     """
     if not file.is_file():
         raise ValueError(f"{file} is missing: {file.parent} is no complete torch_dist checkpoint.")
-    content = _guarded(file, _Unpickler(io.BytesIO(file.read_bytes())).load)
+    content = guarded(file, _Unpickler(io.BytesIO(file.read_bytes())).load)
     if not isinstance(content, Metadata):
         raise ValueError(f"{file} holds a {type(content).__name__}, not a checkpoint's metadata.")
     return content
@@ -104,44 +105,15 @@ def read_metadata(file: Path) -> Metadata:
 def load_item(file: Path, stream: IO[bytes]) -> Any:
     """Reads one stored tensor or object; torch's own table of what it may name applies.
 
-    Besides tensors and plain containers, byte streams are read: Transformer Engine's extra state.
+    Besides tensors and plain containers, byte streams are read (Transformer Engine's extra state),
+    and its FP8 tensors, which become `TETensor`.
 
     Raises:
         ValueError: It names anything else, or is damaged.
     """
 
     def load() -> Any:
-        with torch.serialization.safe_globals([io.BytesIO]):
+        with torch.serialization.safe_globals([io.BytesIO, *_TE_GLOBALS]):
             return torch.load(stream, map_location="cpu", weights_only=True)
 
-    return _guarded(file, load)
-
-
-def _guarded(file: Path, load: Callable[[], Any]) -> Any:
-    """Runs an unpickling function and turns what can go wrong into one sentence."""
-    try:
-        return load()
-    # A damaged pickle or archive fails in any of these ways; torch reports with several lines.
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        EOFError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if isinstance(error, _Refused) or named:
-            raise ValueError(
-                f"{file} was refused: it names {named[1] if named else error}, which a checkpoint "
-                "has no use for and which could run code; get it from a source that you trust."
-            ) from error
-        what = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"{file} is damaged or was not written to its end ({type(error).__name__}: {what}); "
-            "copy the checkpoint again."
-        ) from error
+    return guarded(file, load)

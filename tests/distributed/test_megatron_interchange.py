@@ -7,7 +7,7 @@ import torch
 
 from checkpoints_tools import cli
 from checkpoints_tools.hf import HFReader
-from checkpoints_tools.torch_dist import open_checkpoint
+from checkpoints_tools.locate import open_checkpoint
 from megatron_rl.models.layout import same_bits
 from support.launch import run_distributed
 

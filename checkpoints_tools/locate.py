@@ -3,7 +3,8 @@
 Three kinds of directory are accepted: what `import` writes (it has its own `config.json`), a
 checkpoint of a training run (`RUN/checkpoints/global_step_N`, whose model is named in
 `RUN/config.yaml`), and a plain Megatron-LM directory (`iter_0000010/` or `release/` beside
-`latest_checkpointed_iteration.txt`), whose config the user gives.
+`latest_checkpointed_iteration.txt`), whose config the user gives. The last may be in Megatron's
+older format, with a file a rank.
 """
 
 import json
@@ -13,14 +14,14 @@ from typing import Any
 import yaml
 
 from checkpoints_tools.hf import read_json
-from checkpoints_tools.torch_dist.reader import is_torch_dist
-from checkpoints_tools.torch_dist.source import MegatronSource
+from checkpoints_tools.per_rank import PerRankSource, is_per_rank
+from checkpoints_tools.torch_dist import MegatronSource, is_torch_dist
+from checkpoints_tools.torch_dist.directory import MANIFEST
 
 LATEST = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
 
 
-def open_checkpoint(path: Path, hf_config: Path | None = None) -> MegatronSource:
+def open_checkpoint(path: Path, hf_config: Path | None = None) -> MegatronSource | PerRankSource:
     """Opens a Megatron checkpoint as a source of Hugging Face tensors.
 
     Args:
@@ -35,14 +36,15 @@ def open_checkpoint(path: Path, hf_config: Path | None = None) -> MegatronSource
     directory = _resolve(Path(path))
     check_files(directory)
     home = _config_directory(directory, hf_config)
-    return MegatronSource(directory, read_json(home / "config.json"), asset_directory=home)
+    kind = MegatronSource if is_torch_dist(directory) else PerRankSource
+    return kind(directory, read_json(home / "config.json"), asset_directory=home)
 
 
 def _resolve(path: Path) -> Path:
     """The directory with the data, from one that may only point to it."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory with a Megatron checkpoint.")
-    if is_torch_dist(path):
+    if _is_checkpoint(path):
         return path
     tracker = path / LATEST
     if tracker.is_file():
@@ -51,18 +53,19 @@ def _resolve(path: Path) -> Path:
         if said.isdecimal():
             names = [f"iter_{int(said):07d}", f"global_step_{int(said)}"]
         for name in names:
-            if is_torch_dist(path / name):
+            if _is_checkpoint(path / name):
                 return path / name
         raise ValueError(
-            f"{tracker} says {said!r}, and {path} has no torch_dist checkpoint "
+            f"{tracker} says {said!r}, and {path} has no checkpoint "
             f"{' or '.join(names) or 'of that name'}; name the directory that you want."
         )
-    if list(path.glob("mp_rank_*")) or list(path.glob("*/mp_rank_*")):
-        raise ValueError(
-            f"{path} is in Megatron's legacy format (mp_rank_*); save it with "
-            "--ckpt-format torch_dist (Megatron-LM: --ckpt-convert-format torch_dist) first."
-        )
-    raise ValueError(f"{path} has no Megatron checkpoint: neither .metadata nor {LATEST} is there.")
+    raise ValueError(
+        f"{path} has no Megatron checkpoint: none of .metadata, mp_rank_* and {LATEST} is there."
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return is_torch_dist(path) or is_per_rank(path)
 
 
 def check_files(directory: Path) -> None:
