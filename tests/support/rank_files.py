@@ -45,6 +45,10 @@ class _Pickled:
         return self.reduced
 
 
+def _make_in_reduce_ex(cls: type, *arguments: Any) -> None:
+    raise AssertionError("nothing is unpickled here")
+
+
 @contextmanager
 def te_modules(*, old: bool = False) -> Iterator[types.SimpleNamespace]:
     """Stand-ins under TE's names; `old` as versions before 2.19 pickle."""
@@ -66,7 +70,7 @@ def te_modules(*, old: bool = False) -> Iterator[types.SimpleNamespace]:
         (_SCALED, "Float8Tensor", "_make_float8_tensor_in_reduce_ex"),
     ):
         declare(module, function)
-        declare(module, cls)._make_in_reduce_ex = classmethod(lambda cls, *arguments: None)
+        declare(module, cls)._make_in_reduce_ex = classmethod(_make_in_reduce_ex)
     for module in names[2:4]:
         declare(module, "DType").__init__ = lambda self, value: None
     declare(_BLOCK, "Float8BlockQuantizer")

@@ -244,8 +244,13 @@ def _operand(tensor: Any, rowwise: bool) -> torch.Tensor:
     matrix = codes.reshape(-1, codes.shape[-1]) if rowwise else codes.reshape(codes.shape[0], -1)
     matrix = matrix.view(FP8[tensor._fp8_dtype.name])
     if tensor._is_2D_scaled:
-        return dequantize_block(matrix, scale_inv[:, : -(-matrix.shape[1] // 128)], (128, 128))
-    return dequantize_block(matrix, scale_inv[:, : matrix.shape[0]].t().contiguous(), (1, 128))
+        scale_inv, block = scale_inv[:, : -(-matrix.shape[1] // 128)], (128, 128)
+    else:
+        scale_inv, block = scale_inv[:, : matrix.shape[0]].t().contiguous(), (1, 128)
+    values = dequantize_block(matrix, scale_inv, block)
+    # In the memory order of the CPU path, which holds no transposed copies: with AMX the order in
+    # which a product sums depends on it.
+    return values if rowwise else values.t().contiguous().t()
 
 
 def create_empty_quantized_tensor(
