@@ -102,6 +102,8 @@ class _BlockTensor:
             data, scale_inv, transposed = columnwise_data, columnwise_scale_inv, True
         if data is None or scale_inv is None:
             raise ValueError("a Transformer Engine weight has no codes")
+        # Stacked layers have leading axes of size 1; the transposed copy has its own axis first.
+        data = data.reshape(data.shape[0], -1) if transposed else data.reshape(-1, data.shape[-1])
         rows, columns = data.shape
         blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
         if scale_inv.shape[0] != blocks[0] or scale_inv.shape[1] < blocks[1]:
@@ -114,7 +116,7 @@ class _BlockTensor:
         if transposed:
             data, scale_inv = data.t(), scale_inv.t()
         codes = data.contiguous().view(fp8_dtype.element())
-        if tuple(codes.shape) != tuple(shape):
+        if codes.numel() != torch.Size(shape).numel() or codes.shape[-1] != shape[-1]:
             raise ValueError(
                 f"a Transformer Engine weight of shape {list(shape)} has codes of shape "
                 f"{list(codes.shape)}"
@@ -137,8 +139,8 @@ class _ScaledTensor:
         if data is None:
             if data_transpose is None:
                 raise ValueError("a Transformer Engine weight has no codes")
-            data = data_transpose.t().contiguous()
-        codes = data.view(fp8_dtype.element()).reshape(shape)
+            data = data_transpose.reshape(data_transpose.shape[0], -1).t().contiguous()
+        codes = data.reshape(-1, shape[-1]).view(fp8_dtype.element())
         return TETensor(codes=codes, scale_inv=fp8_scale_inv.reshape(1), dtype=dtype)
 
 

@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: The checkpoint cannot be read, a format and a dtype exclude each other, or FP8
             codes cannot be kept.
     """
+    from checkpoints_tools.codes import CodesSource, codes_of
     from checkpoints_tools.commands.writing import cast, write_hf, write_served
     from checkpoints_tools.locate import open_checkpoint
-    from checkpoints_tools.per_rank import PerRankCodes, codes_of
     from checkpoints_tools.pieces import model_pieces
 
     source = open_checkpoint(arguments.source, arguments.hf_config)
@@ -54,8 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.dtype:
         raise ValueError("--dtype is for --format hf; vllm-fp8 has the dtypes of its --flow.")
     codes = source if arguments.requantize else codes_of(source, tp_size=arguments.tp)
-    if isinstance(codes, PerRankCodes):
-        notes = [f"codes and scales as stored: {codes.plan.summary()}"]
-        write_hf(arguments, codes, model_pieces(codes), codes.config, notes)
+    if isinstance(codes, CodesSource):
+        write_hf(arguments, codes, model_pieces(codes), codes.config, codes.notes)
     else:
         write_served(arguments, source)

@@ -24,8 +24,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the command."""
     import json
 
+    from checkpoints_tools.codes import codes_of
     from checkpoints_tools.opening import open_source
-    from checkpoints_tools.per_rank import codes_of
     from checkpoints_tools.summary import summarise, table
 
     source = open_source(arguments.source, arguments.hf_config)

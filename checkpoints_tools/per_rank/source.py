@@ -1,6 +1,6 @@
 """The values of a checkpoint with one file a rank, by Hugging Face name.
 
-Weights that are stored as FP8 codes are shown as what they stand for; `codes.PerRankCodes` shows
+Weights that are stored as FP8 codes are shown as what they stand for; `codes.CodesSource` shows
 the codes.
 """
 
@@ -58,6 +58,14 @@ class PerRankSource(TensorSource):
     def shards(self, entry: ParameterEntry) -> list[Stored]:
         """What the tensor-parallel ranks stored of a parameter, in rank order."""
         return [held[entry.megatron_name] for held in self._ranks.by_tp_rank]
+
+    def is_quantised(self, entry: ParameterEntry) -> bool:
+        """Whether a parameter is stored as FP8 codes."""
+        return isinstance(self.shards(entry)[0], TETensor)
+
+    def was_dequantised(self, entry: ParameterEntry) -> bool:
+        """Whether a parameter was dequantised when it was saved: in this format, none is."""
+        return False
 
     def _check(self, entry: ParameterEntry) -> None:
         first, *_ = shards = self.shards(entry)

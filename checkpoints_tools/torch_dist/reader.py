@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from checkpoints_tools.guarded import guarded
 from checkpoints_tools.te_tensors import TETensor
 from checkpoints_tools.torch_dist.unpickle import load_item, read_metadata
 
@@ -53,6 +54,7 @@ class TorchDistReader:
         metadata = read_metadata(self.path / METADATA)
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._chunks: dict[str, tuple[_Chunk, ...]] = {}
+        self._by_matrix: dict[str, dict[tuple[int, ...], tuple[_Chunk, ...]]] = {}
         self._objects: dict[str, _StorageInfo] = {}
         try:
             self._index(metadata)
@@ -76,6 +78,7 @@ class TorchDistReader:
                 for c in stored.chunks
             )
             self._tensors[key], self._chunks[key] = stored, chunks
+            self._by_matrix[key] = _by_matrix(chunks)
             for chunk in chunks:
                 ends = [a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)]
                 inside = len(ends) == len(stored.size) and all(
@@ -160,11 +163,7 @@ class TorchDistReader:
         extent = tuple(sizes) if sizes is not None else shape
         assert len(start) == len(extent) == len(shape)
         assert all(0 <= a and a + n <= s for a, n, s in zip(start, extent, shape, strict=True))
-        pieces = [
-            (chunk, box)
-            for chunk in self._chunks[key]
-            if (box := _overlap(chunk.offsets, chunk.sizes, start, extent)) is not None
-        ]
+        pieces = self._overlapping(key, start, extent)
         covered = sum(math.prod(size) for _, (_, size) in pieces)
         if covered != math.prod(extent):
             raise ValueError(
@@ -181,12 +180,56 @@ class TorchDistReader:
             target.copy_(self._read_piece(key, chunk, (where, size)))
         return whole
 
+    def stored(
+        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> list[Tensor | TETensor]:
+        """The chunks that overlap a box, whole and as stored, in the order of their offsets.
+
+        Raises:
+            ValueError: One is damaged.
+        """
+        pieces = self._overlapping(key, tuple(offsets), tuple(sizes))
+        chunks = sorted((chunk for chunk, _ in pieces), key=lambda chunk: chunk.offsets)
+        return [self._load(chunk.place) for chunk in chunks]
+
+    def is_quantised(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether a box is stored as Transformer Engine's FP8 codes; reads a header only.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
+        place = self._overlapping(key, tuple(offsets), tuple(sizes))[0][0].place
+        file = self.path / place.relative_path
+
+        def peek() -> bool:
+            with file.open("rb") as opened:
+                view = _create_file_view(opened, place.offset, place.length)
+                pickled: bytes = torch._C.PyTorchFileReader(view).get_record("data.pkl")
+                return b"transformer_engine" in pickled
+
+        return bool(guarded(file, peek))
+
+    def _overlapping(
+        self, key: str, start: tuple[int, ...], extent: tuple[int, ...]
+    ) -> list[tuple[_Chunk, tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """The chunks that have a part of a box, and which part."""
+        chunks = self._chunks[key]
+        leading = max(0, len(start) - 2)
+        if all(size == 1 for size in extent[:leading]):
+            # Of thousands of experts only one is asked for.
+            chunks = self._by_matrix[key].get(start[:leading], chunks)
+        return [
+            (chunk, box)
+            for chunk in chunks
+            if (box := _overlap(chunk.offsets, chunk.sizes, start, extent)) is not None
+        ]
+
     def _read_piece(
         self, key: str, chunk: _Chunk, box: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> Tensor:
         stored = self._load(chunk.place)
         if isinstance(stored, TETensor):
-            stored = stored.dequantize()
+            stored = stored.dequantize().reshape(chunk.sizes)
         if (
             not isinstance(stored, Tensor)
             or tuple(stored.shape) != chunk.sizes
@@ -220,6 +263,17 @@ class TorchDistReader:
         file = self.path / place.relative_path
         with file.open("rb") as opened:
             return load_item(file, _create_file_view(opened, place.offset, place.length))
+
+
+def _by_matrix(chunks: Sequence[_Chunk]) -> dict[tuple[int, ...], tuple[_Chunk, ...]]:
+    """Chunks by their place on all axes but two; empty if one extends over several places."""
+    found: dict[tuple[int, ...], list[_Chunk]] = {}
+    for chunk in chunks:
+        leading = max(0, len(chunk.offsets) - 2)
+        if any(size != 1 for size in chunk.sizes[:leading]):
+            return {}
+        found.setdefault(chunk.offsets[:leading], []).append(chunk)
+    return {place: tuple(held) for place, held in found.items()}
 
 
 def is_torch_dist(path: Path) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from checkpoints_tools.source import ReadAhead, TensorSource
+from checkpoints_tools.te_tensors import TETensor
 from checkpoints_tools.torch_dist.keys import KeyMap, Location, is_model_key
 from checkpoints_tools.torch_dist.reader import TorchDistReader
 from megatron_rl.models import parameter_map
@@ -113,11 +114,41 @@ class MegatronSource(TensorSource):
         return self._read(entry, key, 0 if len(keys) == 2 else which * rows, rows)
 
     def _read(self, entry: ParameterEntry, key: str, first_row: int, rows: int) -> Tensor:
-        place = self._places[entry.megatron_name]
-        inner = entry.shape[1:]
-        offsets = (*place.index, first_row, *(0 for _ in inner))
-        sizes = (*(1 for _ in place.index), rows, *inner)
-        return self._reader.read(key, offsets, sizes).reshape(rows, *inner)
+        offsets, sizes = self._box(entry, first_row, rows)
+        return self._reader.read(key, offsets, sizes).reshape(rows, *entry.shape[1:])
+
+    def _box(
+        self, entry: ParameterEntry, first_row: int, rows: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of rows of a parameter, in the tensor that its layers share."""
+        index, inner = self._places[entry.megatron_name].index, entry.shape[1:]
+        offsets = (*index, first_row, *(0 for _ in inner))
+        return offsets, (*(1 for _ in index), rows, *inner)
+
+    def is_quantised(self, entry: ParameterEntry) -> bool:
+        """Whether a parameter is stored as FP8 codes."""
+        key = self._places[entry.megatron_name].keys[0]
+        return self._reader.is_quantised(key, *self._box(entry, 0, 1))
+
+    def shards(self, entry: ParameterEntry) -> list[Tensor | TETensor]:
+        """What tensor-parallel ranks stored of a parameter, in rank order.
+
+        Raises:
+            ValueError: The file that holds it is damaged.
+        """
+        (key,) = self._places[entry.megatron_name].keys
+        return self._reader.stored(key, *self._box(entry, 0, entry.shape[0]))
+
+    def was_dequantised(self, entry: ParameterEntry) -> bool:
+        """Whether megatron-core dequantised a parameter when it saved.
+
+        It cuts the fused gate and up in halves, and a cut makes values of Transformer Engine's
+        codes. The down projection beside it tells.
+        """
+        if entry.kind != "fused_gate_up" or self.is_quantised(entry):
+            return False
+        down = entry.megatron_name.replace("linear_fc1", "linear_fc2")
+        return self.is_quantised(self.parameters.entry(down))
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of that name, without reading it."""
