@@ -12,6 +12,7 @@ and any change of dtype or layout is the caller's business. Pickled weights are 
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class HFReader(TensorSource):
                     f"{index} lists {missing[0]}, which is missing ({len(missing)} of "
                     f"{len(names)} shards are); download the checkpoint again."
                 )
+        self._opened = _Opened()
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -119,8 +121,7 @@ class HFReader(TensorSource):
         """
         if name not in self._file_of:
             raise KeyError(f"{self.path} has no tensor {name}")
-        with safe_open(self._file_of[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+        tensor: Tensor = self._opened.get(self._file_of[name]).get_tensor(name)
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -170,6 +171,21 @@ class HFReader(TensorSource):
         """Content of `generation_config.json`, None when there is none."""
         file = self.path / "generation_config.json"
         return read_json(file) if file.is_file() else None
+
+
+class _Opened(threading.local):
+    """The file that a thread read from last, still open: a header of thousands of names is long."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._handle: Any = None
+
+    def get(self, file: Path) -> Any:
+        """The opened file."""
+        if file != self._file:
+            self._handle = safe_open(file, framework="pt")
+            self._file = file
+        return self._handle
 
 
 def write_hf_directory(
