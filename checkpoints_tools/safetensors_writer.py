@@ -10,15 +10,15 @@ of its item size, tensors of odd sizes (a few block scales) come last in their f
 their turn. Which tensors go to which file is decided in `checkpoints_tools.hf_writer`.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from checkpoints_tools.hashed_file import HashedFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -85,20 +85,14 @@ def write_safetensors(
         The file's SHA-256, in hexadecimal digits.
     """
     order = _file_order([tensor for piece in pieces for tensor in piece.tensors])
-    digest = hashlib.sha256()
-    with file.open("wb") as out:
-
-        def write(data: memoryview | bytes) -> None:
-            digest.update(data)
-            out.write(data)
-
+    with HashedFile(file) as out:
         # The last tensor must not outlive its writing: the next piece is made after it.
         def write_values(tensor: Tensor) -> None:
             for chunk in _chunks(tensor):
-                write(chunk)
+                out.write(chunk)
                 on_bytes(len(chunk))
 
-        write(_header(order))
+        out.write(_header(order))
         waiting: dict[str, Tensor] = {}
         turn = iter(order)
         wanted = next(turn, None)
@@ -108,9 +102,7 @@ def write_safetensors(
                 write_values(waiting.pop(wanted.name))
                 wanted = next(turn, None)
         assert wanted is None and not waiting
-        out.flush()
-        os.fsync(out.fileno())
-    return digest.hexdigest()
+    return out.hexdigest()
 
 
 def _make(piece: Piece) -> dict[str, Tensor]:

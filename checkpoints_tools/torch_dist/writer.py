@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from checkpoints_tools.hashed_file import HashedFile
 from checkpoints_tools.hf import write_json
 from checkpoints_tools.pieces import checked_map
 from checkpoints_tools.source import TensorSource
@@ -217,16 +218,13 @@ def _write_file(
             raise stream.error or error from error
         places[index] = _StorageInfo(file.name, start, stream.position - start)
 
-    with file.open("wb") as opened:
-        stream = _HashedFile(opened)
+    with HashedFile(file) as stream:
         for key in object_keys:
             save([None], MetadataIndex(key))
         for chunk in chunks:
             save(_values(chunk), MetadataIndex(chunk.key, chunk.offsets))
             progress(chunk.nbytes)
-        opened.flush()
-        os.fsync(opened.fileno())
-    return file.name, stream.sha256.hexdigest(), places
+    return file.name, stream.hexdigest(), places
 
 
 def _values(chunk: Chunk) -> Tensor:
@@ -236,30 +234,6 @@ def _values(chunk: Chunk) -> Tensor:
     tensor = tensor.reshape(chunk.sizes).contiguous()
     # torch.save writes the whole storage that a view belongs to.
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-
-
-class _HashedFile:
-    """A file that is written once, from start to end, and hashed on the way."""
-
-    def __init__(self, file: io.BufferedWriter) -> None:
-        self._file = file
-        self.sha256 = hashlib.sha256()
-        self.position = 0
-        self.error: OSError | None = None
-
-    def write(self, content: Any) -> int:
-        """Writes bytes; keeps the error when there is one."""
-        try:
-            self._file.write(content)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sha256.update(content)
-        self.position += len(content)
-        return len(content)
-
-    def flush(self) -> None:
-        """Does nothing: flushed at the end."""
 
 
 def _metadata(plan: Plan, storage: Mapping[MetadataIndex, _StorageInfo]) -> Metadata:

@@ -42,7 +42,7 @@ def peak_bytes(*arguments):
     return int(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("command", ["import", "quantize", "export", "export-fp8", "dequantize"])
 def test_memory_does_not_grow_with_the_model(tmp_path, tiny_model_dir, command, workers):
     peaks = []
