@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils import serialization
 
 from checkpoints_tools.hashed_file import HashedFile
 from checkpoints_tools.hf import write_json
@@ -156,7 +157,10 @@ def write_checkpoint(
     groups = _grouped(plan.chunks, limit)
     storage: dict[MetadataIndex, _StorageInfo] = {}
     digests: dict[str, str] = {}
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    # The archives lie one after another in a file, which no program looks at as archives; what
+    # they hold has SHA-256 sums. Without CRC32 sums beside them, writing is a third faster.
+    without_crc32 = serialization.config.patch("save.compute_crc32", False)
+    with without_crc32, ThreadPoolExecutor(max_workers=workers) as pool:
         jobs = [
             pool.submit(
                 _write_file,
